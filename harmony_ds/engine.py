@@ -806,7 +806,7 @@ class HarmonyEngine(nn.Module):
         """Save the weights alone, in the dtype of compute: by `torch.save`, or as safetensors by the file's suffix.
 
         Raises:
-            CheckpointError: it cannot be written.
+            CheckpointError: it cannot be written, or frozen weights that would be in it are quantized.
         """
         self.check_alive()
         self._checkpoints.save_weights(Path(save_dir) / save_filename, exclude_frozen=exclude_frozen_parameters)

@@ -51,6 +51,27 @@ class Codes(nn.Module):
         return F.linear(x, weight.to(x.dtype))
 
 
+class DequantizedAgain(torch.autograd.Function):
+    """A product with a weight that backward dequantizes again, by a method of its module (as HQQ does)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dequantize: Callable[[torch.dtype], Tensor]) -> Tensor:
+        ctx.dequantize = dequantize
+        return F.linear(x, dequantize(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient @ ctx.dequantize(gradient.dtype), None
+
+
+class CodesReadAgain(Codes):
+    def forward(self, x: Tensor) -> Tensor:
+        return DequantizedAgain.apply(x, self.dequantize)
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        return (self.W_q.to(dtype) * self.meta["scale"] + self.meta["zero"]).to(dtype)
+
+
 class Packed4Bit(nn.Module):
     """Codes of 4 bits, eight in an int32, and scales in buffers; no parameter (like GPTQ and AWQ)."""
 
@@ -66,6 +87,62 @@ class Packed4Bit(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         digits = (self.qweight.unsqueeze(-1) >> (4 * torch.arange(8, device=x.device, dtype=torch.int32))) & 15
         return F.linear(x, (digits.flatten(1).to(x.dtype) - 8) * self.scales)
+
+
+class GroupedBuffers(nn.Module):
+    """Codes of 4 bits, their zeros, the group of each row, scales in fp16, and a bias, all of them buffers (like GPTQ)."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        weight = linear.weight.detach().float().T
+        group = torch.arange(len(weight)) // 64
+        scales = (weight.unflatten(0, (-1, 64)).abs().amax(1) / 7).half()
+        digits = (weight / scales.float()[group]).round().clamp(-8, 7) + 8
+        self.register_buffer("qweight", self.packed(digits.T).T.contiguous())
+        self.register_buffer("qzeros", self.packed(torch.full(scales.shape, 8.0)))
+        self.register_buffer("scales", scales)
+        self.register_buffer("g_idx", group.int())
+        self.register_buffer("bias", torch.zeros(linear.out_features).half())
+
+    def packed(self, digits: Tensor) -> Tensor:
+        words = (digits.long().unflatten(1, (-1, 8)) << (4 * torch.arange(8))).sum(-1)
+        return torch.where(words >= 2**31, words - 2**32, words).int()
+
+    def unpacked(self, words: Tensor) -> Tensor:
+        return ((words.unsqueeze(-1) >> (4 * torch.arange(8, device=words.device, dtype=torch.int32))) & 15).flatten(1)
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        group = self.g_idx.long()
+        digits = self.unpacked(self.qweight.T).T - self.unpacked(self.qzeros)[group]
+        return (digits.half() * self.scales[group]).T.to(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return DequantizedAgain.apply(x, self.dequantize) + self.bias.to(x.dtype)
+
+
+class Int8Buffer(nn.Module):
+    """Codes and scales in buffers that no state dict holds."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.register_buffer("weight", (linear.weight.detach() / scale).round().to(torch.int8), persistent=False)
+        self.register_buffer("scale", scale, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype) * self.scale)
+
+
+class Float8Buffer(nn.Module):
+    """A weight in float8 and its scale, in buffers."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.register_buffer("scale_inv", linear.weight.detach().abs().amax() / 448)
+        self.register_buffer("weight", (linear.weight.detach() / self.scale_inv).to(torch.float8_e4m3fn))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype) * self.scale_inv)
 
 
 class HalvedTensor(Tensor):
@@ -98,10 +175,6 @@ class HalvedTensor(Tensor):
             one = args[0]
             return HalvedTensor(func(one.codes), func(one.scale), one.dtype)
         raise NotImplementedError(f"{func} of a HalvedTensor")
-
-
-def codes(linear: nn.Linear) -> nn.Module:
-    return Codes(linear)
 
 
 def halved(linear: nn.Linear) -> nn.Module:
@@ -197,9 +270,13 @@ class LinearNF4(nn.Module):
 
 KINDS: dict[str, Callable[[nn.Linear], nn.Module]] = {
     "hand-written wrapper": halved,
-    "integer parameter": codes,
+    "integer parameter": Codes,
+    "integer parameter, read in backward": CodesReadAgain,
     "float8 parameter": float8,
     "integer buffers": Packed4Bit,
+    "buffers in groups, read in backward": GroupedBuffers,
+    "int8 buffers": Int8Buffer,
+    "float8 buffers": Float8Buffer,
     "bitsandbytes NF4": bitsandbytes_4bit("nf4", double=False),
     "bitsandbytes NF4, double": bitsandbytes_4bit("nf4", double=True),
     "bitsandbytes NF4, in bf16": bitsandbytes_4bit("nf4", double=True, storage=torch.bfloat16),

@@ -297,7 +297,13 @@ def _make_runtime(
     # Calls of layers.
     contract = Contract(model, decomposition.layers)
     installation = Installation(
-        model, decomposition.canonical, device, ledger, contract.settings.note_trained, store.buffers.values()
+        model,
+        decomposition.canonical,
+        device,
+        ledger,
+        contract.settings.note_trained,
+        store.buffers.values(),
+        store.packed,
     )
     device_transfers = DeviceTransfers(device, ledger)
     layer_calls = LayerCalls(decomposition.layers, installation, stash, device_transfers, device.parts_to_run)

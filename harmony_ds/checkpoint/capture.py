@@ -21,6 +21,7 @@ from harmony_ds.checkpoint.snapshot import (
     TensorSource,
     WrapperSource,
 )
+from harmony_ds.config.optimizers import kind_of
 from harmony_ds.device.base import Device
 from harmony_ds.model.buffers import persistent_buffers
 from harmony_ds.offload.host_store import HostStore, bypass_hooks
@@ -114,7 +115,7 @@ def _capture_optimizer(optimizer: HostOptimizer) -> SavedOptimizer:
             state = optimizer.state_of(name)
             if state:
                 states[name] = {key: _source_of(value) for key, value in state.items()}
-    return SavedOptimizer(type(optimizer.optimizer).__name__, tuple(groups), states)
+    return SavedOptimizer(kind_of(optimizer.optimizer), tuple(groups), states)
 
 
 def _source_of(value: Any) -> Any:

@@ -81,6 +81,8 @@ def convert(source: Path, target: Path, to: Layout, tag: str | None = None) -> P
         CheckpointError: it cannot be read, has no place in the other layout, or cannot be written there.
     """
     folder, snapshot = open_checkpoint(source, tag)
+    if to is not Layout.HARMONY:
+        snapshot.check_plain(f"the layout {to.value}")
     if to is Layout.HF:
         export_weights(snapshot.tensors, target)
         return target

@@ -111,6 +111,7 @@ class Checkpoints:
 
         def write() -> None:
             snapshot = self._capture({}, exclude_frozen)
+            snapshot.check_plain(path.name)
             weights = snapshot.tensors
             if path.suffix != ".safetensors":  # which takes one name of tied weights
                 weights = snapshot.with_tied(weights)

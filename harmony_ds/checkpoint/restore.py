@@ -12,7 +12,7 @@ from torch import Tensor
 
 from harmony_ds.checkpoint.capture import Trained, restore_random, tied_names
 from harmony_ds.checkpoint.snapshot import SavedOptimizer, Snapshot, TensorSource, WrapperSource, listed
-from harmony_ds.config.optimizers import same_formula
+from harmony_ds.config.optimizers import kind_of, same_formula
 from harmony_ds.errors import CheckpointError
 from harmony_ds.model.buffers import persistent_buffers
 from harmony_ds.offload.host_store import HostStore
@@ -135,7 +135,7 @@ def _refusals_of_model(trained: Trained, snapshot: Snapshot, strict: bool) -> li
 
 def _refusals_of_optimizer(optimizer: HostOptimizer, saved: SavedOptimizer | None) -> list[str]:
     """Return the reasons why `saved` cannot go on in `optimizer`; empty if it can."""
-    kind = type(optimizer.optimizer).__name__
+    kind = kind_of(optimizer.optimizer)
     way_out = "load it with load_optimizer_states=False to start the optimizer afresh"
     if saved is None:
         return [f"it has no state for the optimizer {kind}: {way_out}"]
@@ -202,7 +202,9 @@ def _put_parameter(store: HostStore, name: str, snapshot: Snapshot) -> None:
     """Write the saved value of the parameter `name` into its weight, and into its master if it has one."""
     saved, weight = snapshot.parameters[name], store.weight(name)
     if name in store.packed and name not in store.packed_kinds:
-        weight = store.parameters[name].data  # its values, not its bytes
+        memory = store.packed[name].memory  # its values, not its bytes
+        assert memory is not None
+        weight = memory
     if name not in store.masters or not store.has_fp32_masters:
         weight.copy_(snapshot.fp32(name).read())
         return
@@ -214,7 +216,7 @@ def _put_parameter(store: HostStore, name: str, snapshot: Snapshot) -> None:
 
 def _put_optimizer(optimizer: HostOptimizer, saved: SavedOptimizer) -> None:
     """Give `optimizer` the saved hyper-parameters and, for each parameter, a state of its own in the optimizer's form."""
-    same = type(optimizer.optimizer).__name__ == saved.kind
+    same = kind_of(optimizer.optimizer) == saved.kind
     for present, group in zip(optimizer.optimizer.param_groups, saved.groups, strict=True):
         for key, value in group.values.items():
             if key not in _KERNEL_KEYS and (same or key in present):

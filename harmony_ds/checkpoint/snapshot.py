@@ -185,6 +185,16 @@ class Snapshot:
         """Return the most precise value of a parameter."""
         return self.masters.get(name, self.parameters[name])
 
+    def check_plain(self, what: str) -> None:
+        """Raise CheckpointError if `what`, an export, would hold bytes of quantized parameters that nobody reads."""
+        packed = [name for name in self.packed if name in self.parameters]
+        if packed:
+            raise CheckpointError(
+                f"{what} would hold {len(packed)} quantized weights as bytes of the engine's ({listed(packed, 2)}: "
+                f"{self.packed[packed[0]]}), which nothing else reads. Leave them out (exclude_frozen_parameters=True), or "
+                "save adapters by model.save_pretrained, or all of it by torch.save(engine.module.state_dict(), path)."
+            )
+
 
 def listed(names: Iterable[str], most: int = 8) -> str:
     """Join names for a message, the first few of them."""

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from harmony_ds.checkpoint.convert import export_weights, open_checkpoint
 from harmony_ds.checkpoint.snapshot import Snapshot, TensorSource
 
+_CODES = (torch.int8, torch.uint8, torch.int16, torch.int32)
+
 
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: str | Path,
@@ -61,8 +63,14 @@ def _opened(
     folder: str | Path, tag: str | None, exclude_frozen: bool, dtype: torch.dtype
 ) -> tuple[Snapshot, dict[str, TensorSource]]:
     _, snapshot = open_checkpoint(Path(folder), tag)
+    if not exclude_frozen:
+        snapshot.check_plain("a state dict of plain weights")
     sources = {n: snapshot.fp32(n) for n in snapshot.parameters if not (exclude_frozen and n in snapshot.frozen)}
-    return snapshot, {name: source.to(dtype) for name, source in (snapshot.buffers | sources).items()}
+    found: dict[str, TensorSource] = {}
+    for name, source in (snapshot.buffers | sources).items():
+        is_code = source.dtype in _CODES  # of quantized weights: fp32 does not hold all values
+        found[name] = source if is_code else source.to(dtype)
+    return snapshot, found
 
 
 def main() -> None:

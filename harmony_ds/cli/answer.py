@@ -117,13 +117,19 @@ def _forecast_json(now: Forecast) -> dict[str, Any]:
     }
 
 
-def answer(args: argparse.Namespace, survey_under: SurveyUnder, host_bytes: int | None) -> Answer:
+def answer(
+    args: argparse.Namespace,
+    survey_under: SurveyUnder,
+    host_bytes: int | None,
+    survey_with_nf4: SurveyUnder | None = None,
+) -> Answer:
     """Survey the model, forecast its training, and return the answer of `estimate` or `plan`.
 
     Args:
         args: the options of the command.
         survey_under: surveys the model on the command's machine.
         host_bytes: the machine's host memory, if the options name no other; None: not known.
+        survey_with_nf4: surveys it with the frozen weights beside adapters in 4 bits; None: there are none, or they are.
     """
     config = config_of(args, args.processes)
     host_bytes = int(args.host_memory_gib * 2**30) if args.host_memory_gib else host_bytes
@@ -141,10 +147,14 @@ def answer(args: argparse.Namespace, survey_under: SurveyUnder, host_bytes: int 
         assert budget is not None
         needed = smallest_peak_bytes(survey)
         ways = tuple(_ways_to_less_on_device(config, needed, budget, survey_of))
+        if survey_with_nf4 is not None:
+            ways = (*_quantizing_on_device(survey_with_nf4(config), needed), *ways)
         return Answer(survey, None, lack=Lack("device memory", needed, budget, ways))
     lack = None
     if now.host_missing_bytes and host_bytes is not None:
         ways = tuple(_ways_to_less_on_host(now))
+        if survey_with_nf4 is not None:
+            ways = (*_quantizing_on_host(survey_with_nf4(config).among(args.processes), now), *ways)
         lack = Lack("host memory", now.host_total_bytes, host_bytes, ways)
     if not args.advice:
         return Answer(survey, now, lack=lack)
@@ -164,6 +174,24 @@ def _ways_to_less_on_device(
         yield f"a micro-batch of {rows} rows (--micro-batch {rows}), which needs {amount(peak_bytes)} at least"
     yield f"at least {amount(needed_bytes)} of device memory (--device-memory-gib, harmony.device_memory_gib)"
     yield "shorter rows (--sequence), or smaller layers (harmony.layers)"
+
+
+def _quantizing_on_device(quantized: Survey, needed_bytes: int) -> Iterator[str]:
+    """Yield what frozen weights in 4 bits save of the device's memory, if they do; `needed_bytes`: as they are."""
+    peak_bytes = smallest_peak_bytes(quantized)
+    if peak_bytes < needed_bytes:
+        yield f"--base nf4 (frozen weights in 4 bits), which needs {amount(peak_bytes)} at least"
+
+
+def _quantizing_on_host(quantized: Survey, now: Forecast) -> Iterator[str]:
+    """Yield what frozen weights in 4 bits save of host memory, if they do."""
+    try:
+        saved_bytes = now.host_total_bytes - forecast(quantized, now.host_budget_bytes).host_total_bytes
+    except DoesNotFitError:
+        return
+    if saved_bytes > 0:
+        enough = "enough" if saved_bytes >= now.host_missing_bytes else "not enough alone"
+        yield f"--base nf4 (frozen weights in 4 bits): {amount(saved_bytes)} less, {enough}"
 
 
 def _ways_to_less_on_host(now: Forecast) -> Iterator[str]:

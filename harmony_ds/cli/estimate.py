@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 from dataclasses import replace
+from functools import partial
 
 from harmony_ds.cli.answer import answer, reply
 from harmony_ds.config import Config
@@ -25,17 +26,19 @@ def command(args: argparse.Namespace) -> int:
         )
     hardware = replace(hardware_of(args.machine or "rtx4090"), disk_gb_per_s=args.nvme_gb_per_s)
 
-    def survey(config: Config) -> Survey:
+    def survey(config: Config, base: str = args.base) -> Survey:
         subject = load_subject(args.model, "meta", config.micro_batch, args.sequence)
-        if args.base != _BF16:
-            quantize_linear_layers(subject.model, Quantization(args.base))
+        if base != _BF16:
+            quantize_linear_layers(subject.model, Quantization(base))
         if args.lora is not None:
             add_adapters(subject.model, args.lora)
         return estimate(subject, config, hardware)
 
+    smallest = Quantization.NF4.value
+    with_nf4 = None if args.lora is None or args.base == smallest else partial(survey, base=smallest)
     gc.disable()  # an estimate leaves little to collect, and a fifth of its time went into looking for it
     try:
-        found = answer(args, survey, hardware.host_budget_bytes)
+        found = answer(args, survey, hardware.host_budget_bytes, with_nf4)
     finally:
         gc.enable()
     note = "" if args.machine else "assumed: name yours with --machine; `harmony-ds machines` lists them"

@@ -118,6 +118,16 @@ def of_class(classes: Iterable[type]) -> OptimizerRow | None:
     return next((row for cls in classes for row in OPTIMIZERS if cls.__name__ in row.classes), None)
 
 
+def kind_of(optimizer: object) -> str:
+    """Return the name by which a checkpoint knows an optimizer: its class's, and its library's where several use that name.
+
+    A class with state in few bits keeps it in a form of its library's own.
+    """
+    cls = type(optimizer)
+    row = of_class((cls,))
+    return f"{cls.__module__.partition('.')[0]}.{cls.__name__}" if row is not None and row.state_bits else cls.__name__
+
+
 def same_formula(one: str, other: str) -> bool:
     """Return whether an optimizer of one class can go on with the state of one of another."""
     return one == other or any({one, other} <= set(row.classes) for row in OPTIMIZERS)

@@ -13,11 +13,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
-from harmony_ds.errors import UnsupportedError
+from harmony_ds.errors import ModelError, UnsupportedError
 from harmony_ds.model.boundary import raise_explained
 from harmony_ds.model.link import Owner, ParameterLink
+from harmony_ds.model.packed_gate import gated
 from harmony_ds.model.patching import patched
 from harmony_ds.offload.host_store import HostStore, bypass_hooks
+from harmony_ds.offload.rebuild import LINK
 from harmony_ds.offload.residency import leaf_over
 from harmony_ds.optim.host_optimizer import HostOptimizer
 from harmony_ds.optim.resident_packs import ResidentPacks
@@ -95,7 +97,7 @@ class EngineParameter(nn.Parameter):
 
 def _pass(func: Any, name: str, descriptor: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     used = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, EngineParameter)]
-    links: list[ParameterLink] = [parameter.__dict__["_hp_mapping"] for parameter in used]
+    links: list[ParameterLink] = [parameter.__dict__[LINK] for parameter in used]
     first = links[0]
     if descriptor and name == "grad":
         if descriptor == "__get__":
@@ -142,16 +144,29 @@ class ParameterLinks:
     ) -> None:
         self._owner = owner
         self._parameters = store.parameters
-        # Packed parameters have no gate: another class would take a quantized one its behaviour.
-        gated = [name for name in store.parameters if name not in store.packed]
-        self._links = [ParameterLink(name, store, resident, optimizer, owner) for name in gated]
+        self._buffers = store.buffers
+        self._packed = store.packed
+        self._versions = self._packed_versions()
+        self._kinds: dict[str, type[nn.Parameter]] = {}
+        self._links = [ParameterLink(name, store, resident, optimizer, owner) for name in store.parameters]
         for link in self._links:
             parameter = store.parameters[link.name]
-            parameter.__dict__["_hp_mapping"] = link
-            parameter.__class__ = EngineParameter
+            self._kinds[link.name] = kind = type(parameter)
+            parameter.__dict__[LINK] = link
+            parameter.__class__ = EngineParameter if kind is nn.Parameter else gated(kind)
+
+    def _packed_versions(self) -> dict[str, int]:
+        return {name: one.version for name, one in self._packed.items()}
 
     def apply_user_writes(self) -> None:
-        """Copy what the user wrote into weights to masters."""
+        """Copy what the user wrote into weights to masters; ModelError: a packed buffer was replaced."""
+        for name, owned in self._buffers.items():
+            if owned.module._buffers.get(owned.key) is not owned.buffer:
+                raise ModelError(
+                    f"the buffer {name} is replaced, a part of a quantized weight that lies in memory of the engine: copy "
+                    "values into it, or change it before initialize or after destroy."
+                )
+        self._versions = self._packed_versions()
         newer = [link for link in self._links if link.may_be_newer]
         if newer:
             self._owner.wait_for_updates()
@@ -160,6 +175,15 @@ class ParameterLinks:
         for link in self._links:
             if link.is_watched:
                 link.end_watch()
+
+    def check_packed_unwritten(self) -> None:
+        """Raise ModelError if the program has written into quantized weights since `apply_user_writes`."""
+        for name, version in self._packed_versions().items():
+            if version != self._versions[name]:
+                raise ModelError(
+                    f"{name}, a quantized weight or what belongs to one, was written while micro-batches wait that were "
+                    "called before: change it between steps, before the first micro-batch of one."
+                )
 
     def check_requires_grad(self) -> None:
         """Raise UnsupportedError if a parameter requires a gradient now that this engine does not train."""
@@ -184,5 +208,5 @@ class ParameterLinks:
         """Make the parameters plain ones again."""
         for link in self._links:
             parameter = self._parameters[link.name]
-            parameter.__class__ = nn.Parameter
-            parameter.__dict__.pop("_hp_mapping", None)
+            parameter.__class__ = self._kinds[link.name]
+            parameter.__dict__.pop(LINK, None)

@@ -156,14 +156,17 @@ class Installation:
         ledger: Ledger,
         note_trained: NoteTrained | None = None,
         swapped_buffers: Iterable[OwnedBuffer] = (),
+        packed: Iterable[str] = (),
     ) -> None:
         """Prepare the modules of `model`.
 
         Args:
+            packed: canonical names of the parameters that travel as their bytes.
             note_trained: called with a parameter and its `requires_grad` before the model's code sets that.
             swapped_buffers: those that only layer calls find on the device, with their weights.
         """
         self._device = device
+        self._packed = frozenset(packed)
         self._swapped: dict[nn.Module, set[str]] = {}
         for owned in swapped_buffers:
             self._swapped.setdefault(owned.module, set()).add(owned.key)
@@ -234,10 +237,12 @@ class Installation:
     def parameters_of(self, layer: nn.Module) -> LayerParameters:
         inside = list(layer.modules())
         own = [module for module in inside if module in self._names]
+        has_buffers = any(module in self._swapped for module in inside)
         return LayerParameters(
             {module: self._names[module] for module in own},
             {module: [p.harmony_host for p in self._phantoms[module].values() if p is not None] for module in own},
-            has_buffers=any(module in self._swapped for module in inside),
+            has_buffers=has_buffers,
+            has_packed=has_buffers or any(not self._packed.isdisjoint(self._names[module].values()) for module in own),
         )
 
 
@@ -270,7 +275,11 @@ class with_buffers(patched):  # noqa: N801 - as `patched`
 
 
 class LayerParameters:
-    """The modules of one layer with the names of their parameters, which hold device copies for the time of a call."""
+    """The modules of one layer with the names of their parameters, which hold device copies for the time of a call.
+
+    Attributes:
+        has_packed: some travel as their bytes; backward passes find them in the modules, too.
+    """
 
     def __init__(
         self,
@@ -278,9 +287,11 @@ class LayerParameters:
         hosts: Mapping[nn.Module, Sequence[nn.Parameter]],
         *,
         has_buffers: bool,
+        has_packed: bool,
     ) -> None:
         self._names = names  # canonical, of each module's parameters
         self._hosts = hosts
+        self.has_packed = has_packed
         self._has_buffers = has_buffers  # such as are swapped with its weights
         self._all = {name for own in names.values() for name in own.values()}
 

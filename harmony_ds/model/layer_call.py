@@ -435,7 +435,7 @@ class LayerCalls:
         elif call.graph:
             replay(call.states[0])
             with in_force(call.request.lane_settings):
-                _propagate(call, gradients)
+                _propagate(layer, call, copies, gradients)
         else:
             with _isolated(layer, call):
                 tensors = self._saved_inputs(layer, call)
@@ -449,7 +449,7 @@ class LayerCalls:
                     if call.unread >= 0:
                         self._skip_unread(call)
                     _run_again(layer, call, own, copies, targets)
-                    _propagate(call, given)
+                    _propagate(layer, call, copies, given)
 
     def _skip_unread(self, call: RecordedCall) -> None:
         """Let the recomputation of `call` that follows leave out what nobody reads, unless its outputs are compared."""
@@ -632,7 +632,7 @@ def _run_again(
     return outputs
 
 
-def _propagate(call: RecordedCall, gradients: Sequence[Tensor | None]) -> None:
+def _propagate(layer: CalledLayer, call: RecordedCall, copies: Leaves, gradients: Sequence[Tensor | None]) -> None:
     """Propagate the `gradients` of the outputs of a call, as far as there are any, through its graph."""
     edges: list[GradientEdge] = []
     arrived: list[Tensor | None] = []
@@ -640,4 +640,8 @@ def _propagate(call: RecordedCall, gradients: Sequence[Tensor | None]) -> None:
         if edge is not None and gradient is not None:
             edges.append(edge)
             arrived.append(gradient)
-    propagate(edges, arrived)
+    if layer.parameters.has_packed:  # HQQ's backward pass dequantizes weights of its module again
+        with layer.parameters.installed(copies):
+            propagate(edges, arrived)
+    else:
+        propagate(edges, arrived)

@@ -44,7 +44,9 @@ class ParameterLink:
         self.name = name
         self.owner = owner
         self._parameter = store.parameters[name]
-        self._weight = store.weight(name)
+        packed = store.packed.get(name)
+        memory = None if packed is None else packed.memory
+        self._weight = store.weight(name) if memory is None else memory
         self.was_frozen = not self._parameter.requires_grad
         """Whether the parameter required no gradient when the engine was made."""
         self.is_watched = False

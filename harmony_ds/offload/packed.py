@@ -13,7 +13,7 @@ imported or named here: tensors are found in attributes, dicts, lists, and objec
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,8 +28,10 @@ _DEPTH = 4
 """So deep are dicts, lists and objects looked into for tensors."""
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | {"forward"}
 WORTH_SWAPPING_BYTES = 1 << 14
-"""Integer buffers from this size on are taken for quantized weights; smaller ones stay on the device."""
+"""Buffers of integers or float8 from this size on are taken for quantized weights; smaller ones stay on the device."""
 COMPUTED_WITH = (torch.float32, torch.bfloat16, torch.float16)
+_NO_CODES = (*COMPUTED_WITH, torch.float64, torch.int64, torch.bool)
+"""Dtypes of buffers that are no codes: statistics, tables, indices, masks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,7 @@ class Packed:
         name: canonical.
         nbytes: of all its plain tensors, each aligned as in a slab.
         kind: what a checkpoint compares: class, shapes and dtypes, and how the numbers are quantized.
+        is_of_plain_class: it is no subclass, though attributes of its modules may belong to it.
     """
 
     def __init__(self, name: str, tensor: Tensor, owners: Sequence[nn.Module], known: Iterable[int]) -> None:
@@ -76,10 +79,12 @@ class Packed:
         self._parts: list[_Part] = []
         self._part_at: dict[tuple[Any, ...], int] = {}  # memory -> number of the part
         self._own = memory_of(tensor)
+        self.is_of_plain_class = type(tensor) in (Tensor, nn.Parameter)
         self._owners = tuple(owners) if is_quantized(tensor) else ()
         packages = {type(one).__module__.partition(".")[0] for one in (tensor, *self._owners)} - {"torch", "builtins"}
         self._packages = frozenset(packages)
         self._find_parts()
+        self._versioned = [one for one in (tensor, *self._found) if not one.is_inference()]
         recipes = Recipes(self._part_of, self._packages, _DEPTH)
         try:
             self._recipe = recipes.of_parameter(tensor, self._own)
@@ -167,7 +172,7 @@ class Packed:
     @property
     def is_plain(self) -> bool:
         """Whether it is one plain tensor, so that its values say all of it."""
-        return type(self._tensor) in (Tensor, nn.Parameter) and len(self._parts) == 1
+        return self.is_of_plain_class and len(self._parts) == 1
 
     @property
     def ids(self) -> set[int]:
@@ -175,6 +180,16 @@ class Packed:
         return set(self._part_of)
 
     # ---- the host
+
+    @property
+    def memory(self) -> Tensor | None:
+        """The plain tensor over its own memory on the host; None: it consists of others alone."""
+        return self._own
+
+    @property
+    def version(self) -> int:
+        """A number that each write raises into it or its plain tensors on the host, but for those through `.data`."""
+        return sum([one._version for one in self._versioned])
 
     def memory_bytes(self, mapped: MappedFiles) -> int:
         """Return the bytes of memory that its plain tensors take, but for those in mapped files."""
@@ -199,9 +214,16 @@ class Packed:
                 filled.add(place)
 
     def move_to(self, memory: Tensor) -> int:
-        """Make the host's tensors views of `memory`, which holds their bytes; return how many bytes they had before."""
+        """Make the host's tensors views of `memory`, which holds their bytes; return how many bytes they had before.
+
+        Each part is a storage of its own: torch.save would write all of one, and refuses tensors of several dtypes in it.
+        """
+        views: list[Tensor] = []
+        for part in self._parts:
+            own = torch.from_numpy(memory[part.start : part.start + part.nbytes].numpy())
+            views.append(replace(part, start=0).view(own))
         for tensor in self._found:
-            tensor.data = self._parts[self._part_of[id(tensor)]].view(memory)
+            tensor.data = views[self._part_of[id(tensor)]]
         if self._own is not None and self._own is not self._tensor:
             self._tensor.data = self._own
         return self.nbytes
@@ -281,8 +303,8 @@ class OwnedBuffer:
 def find_packed_buffers(model: nn.Module, layers: Iterable[nn.Module]) -> dict[str, OwnedBuffer]:
     """Return the buffers inside of `layers` that are swapped with their layer's weights, by name.
 
-    They are large integer codes, and what lies beside such codes or beside a quantized parameter: scales, zeros. Buffers
-    that several modules hold stay on the device.
+    They are large codes (integers, float8), and what lies beside such codes or beside a quantized parameter: scales, zeros.
+    Buffers that several modules hold stay on the device.
     """
     places: dict[int, int] = {}
     for module in model.modules():
@@ -310,9 +332,7 @@ def pack_buffers(buffers: Mapping[str, OwnedBuffer]) -> dict[str, Packed]:
 
 
 def _are_codes(buffer: Tensor) -> bool:
-    return not (buffer.is_floating_point() or buffer.is_complex()) and (
-        buffer.dtype not in (torch.int64, torch.bool) and buffer.nbytes >= WORTH_SWAPPING_BYTES
-    )
+    return buffer.dtype not in _NO_CODES and not buffer.is_complex() and buffer.nbytes >= WORTH_SWAPPING_BYTES
 
 
 def is_quantized(parameter: Tensor) -> bool:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 Attributes = dict[nn.Module, dict[str, Any]]
 """Attributes that modules have while they hold a rebuilt tensor."""
-_ENGINES_OWN = "_hp_mapping"
+LINK = "_hp_mapping"
+"""The attribute of a host parameter by which an engine that trains it sees its uses; copies on the device have none."""
 _SETTINGS = (str, int, float, bool, torch.dtype, torch.Size)
 
 
@@ -71,20 +72,21 @@ class _OfObject(Recipe):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _OfSubclass(Recipe):
-    """Of a tensor with memory of its own, of any class."""
+    """Of a tensor with memory of its own, of any class: `kind`, since the engine gives the host's another one later."""
 
     parameter: Tensor
+    kind: type[Tensor]
     place: int
     changed: Mapping[str, Recipe]
 
     def make(self, tensors: Sequence[Tensor]) -> Tensor:
         # `data` has a version of its own, not that of everything in the buffer.
         memory = tensors[self.place].data
-        if type(self.parameter) is Tensor:
+        if self.kind is Tensor:
             return memory
-        made = torch.Tensor._make_subclass(type(self.parameter), memory, False)
+        made = torch.Tensor._make_subclass(self.kind, memory, False)
         vars(made).update(vars(self.parameter))
-        vars(made).pop(_ENGINES_OWN, None)
+        vars(made).pop(LINK, None)
         vars(made).update(_made(self.changed, tensors))
         return made
 
@@ -120,7 +122,7 @@ class _OfWrapperParameter(Recipe):
         own = vars(made)
         own["_is_param"] = True
         for key, value in vars(self.parameter).items():
-            if key not in own and key != _ENGINES_OWN:
+            if key not in own and key != LINK:
                 own[key] = self.changed[key].make(tensors) if key in self.changed else value
         return made
 
@@ -144,7 +146,7 @@ class Recipes:
         changed = self._of_values(vars(parameter), 1)
         if memory is None:
             return _OfWrapperParameter(parameter, _OfWrapper(parameter, self), changed)
-        return _OfSubclass(parameter, self._part_of[id(memory)], changed)
+        return _OfSubclass(parameter, type(parameter), self._part_of[id(memory)], changed)
 
     def of_tensor(self, tensor: Any) -> Recipe:
         """Return the recipe of an inner tensor, a part or a wrapper itself; KeyError: it is neither."""

@@ -28,7 +28,7 @@ from harmony_ds.device.base import Device, Event, Stream
 from harmony_ds.errors import UnsupportedError
 from harmony_ds.offload.host_store import HostStore, bypass_hooks
 from harmony_ds.offload.ledger import Ledger, TrafficKind
-from harmony_ds.offload.rebuild import Attributes
+from harmony_ds.offload.rebuild import LINK, Attributes
 
 _NONE: Mapping[int, bool] = {}
 
@@ -409,7 +409,7 @@ def _attributes(parameter: nn.Parameter) -> dict[str, Any]:
     found: dict[str, Any] = {}
     own = parameter.__dict__
     for key in own:
-        if key != "_hp_mapping":  # the engine's
+        if key != LINK:
             found[key] = own[key]
     return found
 

@@ -10,9 +10,9 @@ until they are synchronized. What is copied when:
     next use after a write    what was written                     host -> device
     drop                      all that a step has changed          device -> host; the memory is freed
 
-The program may hold another tensor over the memory of a weight (`p.data`, a state dict), and write through that tensor
-unseen. A copy of such a weight is kept on the host, and compared before the next use. Optimizer state that was handed out
-counts as written.
+Writes into packed weights are found by versions. The program may hold another tensor over the memory of a weight
+(`p.data`, a state dict), and write through that tensor unseen. A copy of such a weight is kept on the host, and compared
+before the next use. Optimizer state that was handed out counts as written.
 
 A parameter that several resident packs share is on the device once; each pack accumulates its own gradient of it.
 """
@@ -70,6 +70,7 @@ class ResidentPacks(GradientSums):
         self._newer_on_device: dict[Held, set[str]] = {held: set() for held in Held}
         self._newer_on_host: dict[Held, set[str]] = {held: set() for held in Held}
         self._watched: dict[str, Tensor | None] = {}  # weights that may be written unseen; a copy of each resident one
+        self._versions: dict[str, int] = {}  # of packed weights, as they are on the device
         self._written: set[str] = set()  # weights that the program may have written since `pop_written`
         self._norm_buffers = HostBuffers(device)
         self._last_read: Event | None = None  # after the last copy from host memory; None: it is done
@@ -107,6 +108,7 @@ class ResidentPacks(GradientSums):
         for name in fresh:
             self._weights[name] = copy.memory[name] if name in self._store.packed else copy.leaves[name].detach()
         self._written.update(fresh)  # they were not watched so far
+        self._versions |= {name: self._store.packed[name].version for name in fresh if name in self._store.packed}
         for name in fresh:
             if name in self._watched:
                 self._watched[name] = self._store.weight(name).clone()
@@ -159,6 +161,11 @@ class ResidentPacks(GradientSums):
         self._notice_replaced_state()
         for name in self._watched:
             self._find_write(name)
+        for name, before in self._versions.items():
+            version = self._store.packed[name].version
+            if version != before:
+                self._versions[name] = version
+                self.note_weight_written(name)
         tensors = []
         for held in (Held.WEIGHT, Held.MASTER):
             tensors += [self._pair(held, name) for name in self._weights if name in self._newer_on_host[held]]
@@ -214,6 +221,7 @@ class ResidentPacks(GradientSums):
         self._packs.clear()
         self._masters.clear()
         self._weights.clear()
+        self._versions.clear()
         self._stepped.clear()
 
     def destroy(self) -> None:

@@ -155,13 +155,15 @@ class StepContext:
         """Let masters and layers follow the user's edits of weights and modules, before the model runs or is updated.
 
         Raises:
-            ModelError: a layer's forward was replaced while micro-batches wait.
+            ModelError: a layer's forward was replaced, or a quantized weight written, while micro-batches wait.
         """
         interception = self.state.interception
         if not micro_batches_wait:
             self.links.apply_user_writes()
             interception.adopt_replaced()
-        elif interception.replaced():
+            return
+        self.links.check_packed_unwritten()
+        if interception.replaced():
             raise ModelError(
                 "the forward of a layer was replaced while micro-batches wait that were called before: replace it before "
                 "the first micro-batch of a step."

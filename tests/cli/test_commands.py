@@ -202,6 +202,16 @@ def test_a_base_can_be_quantized_where_adapters_are_trained(tiny: str) -> None:
     assert "--base nf4 freezes the model's layers: say what is trained beside them (--lora 16)" in found.stderr
 
 
+def test_what_does_not_fit_beside_adapters_may_be_quantized(tiny: str) -> None:
+    arguments = ("estimate", tiny, "--sequence", "32", "--no-advice", "--lora", "2")
+    for memory in ("--host-memory-gib", "--device-memory-gib"):
+        found = run(*arguments, memory, "0.0001")
+        assert found.exit_code == 3
+        assert "(1) --base nf4 (frozen weights in 4 bits)" in found.stdout
+        for more in (("--base", "nf4"), ()):
+            assert "--base nf4 (" not in run(*arguments[: None if more else -2], *more, memory, "0.0001").stdout
+
+
 def test_adapters_need_linear_layers_and_peft(monkeypatch: pytest.MonkeyPatch) -> None:
     found = run("estimate", "tests.cli.test_commands:table_alone", "--lora", "2")
     assert found.exit_code == 1

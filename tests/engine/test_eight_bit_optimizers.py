@@ -111,6 +111,22 @@ def test_packs_are_updated_one_by_one_as_by_one_step_and_a_resumed_run_goes_on(n
     assert all(torch.equal(weight, plain.state_dict()[key]) for key, weight in weights_of(model).items())
 
 
+@pytest.mark.parametrize("libraries", [("torchao", "bitsandbytes"), ("bitsandbytes", "torchao")])
+def test_a_librarys_state_is_refused_by_the_other_librarys_class_of_that_name(
+    libraries: tuple[str, str], tmp_path: Path
+) -> None:
+    first, second = (f"{library}.optim.AdamW8bit" for library in libraries)
+    with engine_for(net(), partial(made, first), config_of(ACCUMULATION)) as engine:
+        train_engine(engine, range(1))
+        engine.save_checkpoint(tmp_path)
+    theirs, ours = (f"{library}.AdamW8bit" for library in libraries)
+    with (
+        engine_for(net(), partial(made, second), config_of(ACCUMULATION)) as engine,
+        pytest.raises(CheckpointError, match=f"its optimizer is {theirs} and this engine's {ours}"),
+    ):
+        engine.load_checkpoint(tmp_path)
+
+
 def test_only_a_class_that_has_been_imported_is_made_of_a_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
