@@ -68,6 +68,7 @@ CALLS: dict[int, tuple[Step, ...]] = {
     1: (
         Step(_COMPILE, "benchmarks/gpu/compile_adam.py", 240),
         Step("correctness", "benchmarks/gpu/correctness.py", 420),
+        Step("bases", "benchmarks/gpu/correctness.py --part bases", 180, 60),
         Step("device-memory", "benchmarks/gpu/device_memory.py", 120, 60),
         Step("demo", "examples/pretrain_gpt2/train.py --text {kit}/text/wikipedia.xml.bz2 --out {work}/demo", 120, 60),
     ),
@@ -103,6 +104,8 @@ CALLS: dict[int, tuple[Step, ...]] = {
             420,
         ),
         _one_step("llama-8b", "", 300),
+        Step("qlora", "benchmarks/gpu/qlora.py", 300, 150),
+        _one_step("llama-3b", " --sequence 32768", 240),
     ),
 }
 

@@ -36,7 +36,7 @@ _WHEELS = """
     ninja packaging pluggy psutil py-cpuinfo pydantic pydantic-core pygments pytest pytest-timeout rich safetensors
     shellingham sortedcontainers tqdm typer typing-extensions typing-inspection
 """.split()
-_WELCOME = ["roundpipe"]  # a competitor: it takes part where it can be had
+_WELCOME = ["roundpipe", "torchao", "liger-kernel"]  # they take part where they can be had
 _PLATFORMS = ["manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64"]
 
 

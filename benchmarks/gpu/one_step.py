@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 
 import torch
-from suite import add_point_options, device, point, results_folder, write
+from suite import DEFAULT_SEQUENCE, add_point_options, device, point, results_folder, write
 
 import harmony_ds
 from harmony_ds.bench.workload import Workload
@@ -69,6 +69,8 @@ def main() -> None:
     print(engine.plan_report(), engine.memory_report(), swaps, sep="\n")
     subject = args.model if device() == "cuda" else "small"
     name = f"step-{subject}-{chosen.cap_gib:g}gib-{chosen.tokens}tok-mb{rows}-{'clip' if args.clip else 'noclip'}"
+    if args.sequence != DEFAULT_SEQUENCE:
+        name += f"-rows-of-{args.sequence}"
     trace = results_folder() / f"{name}.trace.json"
     trace.write_text(json.dumps(engine.trace(shown)), encoding="utf-8")
     print(f"{trace}: open it in https://ui.perfetto.dev")

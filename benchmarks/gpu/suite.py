@@ -17,7 +17,7 @@ from harmony_ds.bench.results import environment
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 MODELS = {"gpt2-1.5b": "gpt2_1b5", "llama-3b": "llama_3b", "llama-6b": "llama_6b", "llama-8b": "llama_8b"}
-_SEQUENCE = 1024
+DEFAULT_SEQUENCE = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,8 @@ def add_point_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", choices=MODELS, default="llama-6b")
     parser.add_argument("--cap-gib", type=float, default=24)
     parser.add_argument("--tokens", type=int, default=32768, help="of one optimizer step")
-    parser.add_argument("--micro-batch", type=int, default=1, help=f"sequences of {_SEQUENCE} tokens")
+    parser.add_argument("--sequence", type=int, default=DEFAULT_SEQUENCE, help="tokens in a row (default: %(default)s)")
+    parser.add_argument("--micro-batch", type=int, default=1, help="rows")
     parser.add_argument("--clip", action=argparse.BooleanOptionalAction, default=False)
 
 
@@ -65,7 +66,7 @@ def point(args: argparse.Namespace) -> Point:
     """Return the point of the grid, whose model `harmony-ds` can import from now on."""
     sys.path.insert(0, str(ROOT))
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    function, sequence, tokens, cap = MODELS[args.model], _SEQUENCE, args.tokens, args.cap_gib
+    function, sequence, tokens, cap = MODELS[args.model], args.sequence, args.tokens, args.cap_gib
     if device() == "cpu":
         function, sequence, tokens, cap = "llama_7m", 64, 512, 0.025
     rows = args.micro_batch

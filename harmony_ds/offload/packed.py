@@ -220,7 +220,9 @@ class Packed:
         """
         views: list[Tensor] = []
         for part in self._parts:
-            own = torch.from_numpy(memory[part.start : part.start + part.nbytes].numpy())
+            own = memory[part.start : part.start + part.nbytes]
+            if not own.is_meta:
+                own = torch.from_numpy(own.numpy())
             views.append(replace(part, start=0).view(own))
         for tensor in self._found:
             tensor.data = views[self._part_of[id(tensor)]]

@@ -42,6 +42,33 @@ def test_device_memory_is_told_beside_its_model(
     assert "reserved nothing (no caching allocator)" in said and "the model, under" in said
 
 
+def test_adapters_on_a_quantized_base_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.delitem(sys.modules, "suite", raising=False)
+    monkeypatch.setenv("OUT", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["qlora.py"])
+    runpy.run_path(str(FOLDER / "qlora.py"), run_name="__main__")
+
+    (found,) = tmp_path.glob("gpu-dry-run/qlora-small-*.json")
+    content = json.loads(found.read_text())
+    assert content["ratio"] == 1.0 and content["swapped_in_bytes"] > content["packed_bytes"]
+    assert content["device_peak_bytes"] <= content["planned_peak_bytes"] <= content["cap_gib"] * 2**30
+    assert all(0 < loss < 20 for loss in content["losses"])
+    assert "tokens_per_s" in capsys.readouterr().out
+
+
+def test_the_scripts_of_all_calls_are_in_the_kit_and_no_step_may_take_more_than_a_call() -> None:
+    calls = runpy.run_path(str(FOLDER / "calls.py"))
+    for steps in calls["CALLS"].values():
+        names = [step.name for step in steps]
+        assert len(set(names)) == len(names)
+        for step in steps:
+            assert (FOLDER.parents[1] / step.script.split()[0]).is_file(), step.name
+            assert step.least_s <= step.limit_s < calls["BUDGET_S"] < 600
+
+
 def test_the_readmes_figure_is_drawn_from_committed_results(tmp_path: Path) -> None:
     figure = runpy.run_path(str(FOLDER / "figure.py"))
     bars = figure["bars"]()

@@ -125,16 +125,10 @@ def test_a_base_eight_times_its_budget_trains_to_plain_pytorchs_bits() -> None:
     assert report.ratio == 1.0
 
 
-def bits_of(kind: str) -> int:
-    """Return the bits of one weight, scales apart."""
-    return 4 if any(word in kind for word in ("NF4", "FP4", "integer buffers", "in groups")) else 8
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_bytes_are_what_is_swapped_and_nothing_of_the_base_stays(kind: str) -> None:
     """Each code goes in once forward and once backward; scales and zeros take at most an eighth of that."""
     model = quantized.build(kind)
-    codes = sum(one.a.shape[1] * one.b.shape[0] for one in model.modules() if isinstance(one, quantized.LoraLinear))
     wide = [p for p in model.parameters() if p.is_floating_point() and type(p) is nn.Parameter and p.dtype.itemsize > 1]
     beside = sum(parameter.nbytes for parameter in wide)
     with engine_for(model, lambda _: adamw_of(model), config_of(ACCUMULATION, None, {"pack_layers": 1})) as engine:
@@ -143,7 +137,7 @@ def test_packed_bytes_are_what_is_swapped_and_nothing_of_the_base_stays(kind: st
         report = engine.swap_report()
         held = assembly_of(engine).store.buffers
     swapped = report.host_to_device["weights"]
-    expected = 2 * codes * bits_of(kind) // 8
+    expected = 2 * quantized.stored_bytes(kind, model)
     assert report.ratio == 1.0 and expected <= swapped <= 1.125 * expected + 2 * beside
     assert all(b.nbytes < 1024 or name in held for name, b in model.named_buffers())
 
