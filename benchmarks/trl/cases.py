@@ -127,7 +127,6 @@ def supervised() -> Iterator[Case]:
     yield case("SFT", "label smoothing", texts, {**short, "label_smoothing_factor": 0.1})
     yield case("SFT", "LoRA", partial(data, TEXTS, peft_config=lora), short)
     yield case("SFT", "gradient checkpointing", texts, {**short, "gradient_checkpointing": True})
-    yield case("SFT", "activation offloading", texts, {**short, "activation_offloading": True})
     evaluated = {**short, "eval_strategy": "steps", "eval_steps": 2}
     yield case("SFT", "evaluation", partial(data, TEXTS, eval_dataset=lambda: Dataset.from_list(TEXTS)), evaluated)
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
 import torch
 
+from benchmarks.common import RESULTS
 from benchmarks.trainer import options
-from benchmarks.trainer.compare import compare, difference_of_logs, largest_difference
+from benchmarks.trainer.compare import Row, compare, difference_of_logs, largest_difference
+from benchmarks.trainer.report import BEGIN, END, PAGE, tables
 from benchmarks.trainer.tiny import llama
 
 pytestmark = pytest.mark.fixed_times
@@ -76,6 +79,15 @@ def test_logs_are_compared_to_the_bit_for_losses_and_to_rounding_for_metrics() -
     assert "reward of step 1" in difference_of_logs([entry], [{**entry, "reward": 2.1}])
     assert "reward of step 1" in difference_of_logs([entry], [{"loss": 1.0, "step": 1}])
     assert "2 entries" in difference_of_logs([entry, entry], [entry])
+
+
+@pytest.mark.parametrize("name", ["trainer", "trl"])
+def test_the_page_shows_the_results(name: str) -> None:
+    rows = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["rows"]
+    _, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN.format(name=name))
+    shown, _, _ = rest.partition(END.format(name=name))
+
+    assert shown.strip() == tables([Row(**row) for row in rows])
 
 
 def test_no_two_cases_have_one_name() -> None:
