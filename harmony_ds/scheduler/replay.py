@@ -33,6 +33,7 @@ from harmony_ds.scheduler.costs import CostTable
 from harmony_ds.scheduler.plan import RUNS, Pack, Plan, Task, TaskKind
 
 _STEPS = 3
+_GROUPS = 3
 _STREAM = "compute"
 
 
@@ -63,8 +64,12 @@ class _Lane:
 class Replay:
     """The allocations of a plan's steps."""
 
-    def __init__(self, plan: Plan, costs: CostTable, allocator: CachingAllocator, least_share: float = 1.0) -> None:
-        """Replay `plan`; micro-batches but the first have `least_share` to all of the tokens that were measured."""
+    def __init__(
+        self, plan: Plan, costs: CostTable, allocator: CachingAllocator, least_share: float = 1.0, seed: int = 0
+    ) -> None:
+        """Replay `plan`; micro-batches but the first have `least_share` to all of the tokens that were measured, as `seed`
+        draws them.
+        """
         assert costs.allocations is not None
         self._plan = plan
         self._allocations: Allocations = costs.allocations
@@ -76,7 +81,7 @@ class Replay:
         self._leaving: list[Block] = []  # stash on its way to the host
         self._leaving_boundary: list[Block] = []
         self._least_share = least_share
-        self._chance = random.Random(0)
+        self._chance = random.Random(seed)
         self._last_run = {task.micro_batch: number for number, task in enumerate(plan.tasks) if task.kind in RUNS}
 
     def load_resident(self) -> None:
@@ -275,9 +280,13 @@ def reserved_bytes(plan: Plan, costs: CostTable, least_share: float = 1.0) -> in
     Where it may reserve no more than that, and has it from the start, each block is put in the same place.
 
     Args:
-        least_share: see `Replay`.
+        least_share: see `Replay`; of micro-batches of several sizes, the most of a few groups.
     """
-    return _after_steps(plan, costs, CachingAllocator(expandable=True), least_share).reserved_peak_bytes
+    seeds = range(_GROUPS if least_share < 1.0 else 1)
+    return max(
+        _after_steps(plan, costs, CachingAllocator(expandable=True), least_share, seed).reserved_peak_bytes
+        for seed in seeds
+    )
 
 
 def retries(plan: Plan, costs: CostTable, pool_bytes: int) -> int:
@@ -292,14 +301,16 @@ def retries(plan: Plan, costs: CostTable, pool_bytes: int) -> int:
     if whole_pages > 0:
         allocator.free(allocator.malloc(whole_pages, _STREAM))
     try:
-        return _after_steps(plan, costs, allocator, least_share=1.0).retries
+        return _after_steps(plan, costs, allocator).retries
     except SimulatedOutOfMemoryError:
         return 1
 
 
-def _after_steps(plan: Plan, costs: CostTable, allocator: CachingAllocator, least_share: float) -> AllocatorStats:
+def _after_steps(
+    plan: Plan, costs: CostTable, allocator: CachingAllocator, least_share: float = 1.0, seed: int = 0
+) -> AllocatorStats:
     """Return what the allocator has counted in the third step of `plan`."""
-    replayed = Replay(plan, costs, allocator, least_share)
+    replayed = Replay(plan, costs, allocator, least_share, seed)
     replayed.load_resident()
     for _ in range(_STEPS):
         allocator.stats.reset()
