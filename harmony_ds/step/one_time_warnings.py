@@ -17,6 +17,10 @@ DIVIDED_TWICE = (
     "a loss was divided by gradient_accumulation_steps by hand, and its backward() divides gradients by them once more, as "
     "DeepSpeed's engine does: leave the division to the engine (loss.backward(), or engine.backward(loss))."
 )
+NOTHING_PROPAGATED = (
+    "engine.step() at a boundary updates nothing: of none of the step's micro-batches a loss was propagated back from. "
+    "Call engine.backward(loss) for each of them before step()."
+)
 DROPPED = (
     "zero_grad() within a step drops the gradients of its micro-batches so far, as in plain PyTorch. If they are meant to "
     "add up, which they go on to do in DeepSpeed's ZeRO-2, leave it out: engine.step() drops them at each boundary."

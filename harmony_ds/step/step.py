@@ -33,7 +33,15 @@ from harmony_ds.step.context import StepContext
 from harmony_ds.step.division import divided
 from harmony_ds.step.health import DESTROYED
 from harmony_ds.step.inputs import CallInputs
-from harmony_ds.step.one_time_warnings import DIVIDED_TWICE, DROPPED, EARLY_READ, NOT_FINITE, SKIPPED, SKIPPED_AT_SCALE
+from harmony_ds.step.one_time_warnings import (
+    DIVIDED_TWICE,
+    DROPPED,
+    EARLY_READ,
+    NOT_FINITE,
+    NOTHING_PROPAGATED,
+    SKIPPED,
+    SKIPPED_AT_SCALE,
+)
 from harmony_ds.step.pending import OutputsGiven
 from harmony_ds.step.pending_micro_batch import PROPAGATED_ALREADY, RUN_ALONE, LossFunction, PendingMicroBatch, Stage
 from harmony_ds.step.recovery import Recovery, end_engine
@@ -219,6 +227,11 @@ class Step:
         try:
             with self.context.record.paused():
                 measure(self.context, pending, self.micro_batches)
+        except BaseException as error:
+            file, line = pending.called_at
+            number = pending.micro_batch.index + 1
+            error.add_note(f"harmony_ds: micro-batch {number}, while it was measured, called in {file}, line {line}")
+            raise
         finally:
             self._is_running = was_running
 
@@ -429,6 +442,8 @@ class Step:
                 if self.has_accumulated or context.steps_whole:
                     kind, clipping = RunKind.PART, clipping or Clipping()
                 wanted = self._prepare(hyper, is_boundary=True)
+                if not (wanted or self.has_accumulated or self._has_gradients_by_hand()) and count:
+                    context.warnings.warn(NOTHING_PROPAGATED)
                 for run in self._runs(kind, wanted, hyper, clipping):
                     with self._divided(run):
                         self.execute(run)

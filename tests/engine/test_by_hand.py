@@ -431,3 +431,15 @@ def test_unused_parameters_are_refused_where_the_ds_config_says_so(clip: float |
         with engine_for(whole, sgd, config_of(2, clip, zero_optimization=block)) as engine:
             engine.train_batch([batch(0), batch(1)])
             assert engine.was_step_applied()
+
+
+def test_a_step_without_a_backward_pass_warns_that_it_updates_nothing() -> None:
+    model = net()
+    with engine_for(model, adamw, config_of(2, 0.5)) as engine:
+        before = weights_of(model)
+        engine(*batch(0))
+        engine.step()
+        engine(*batch(1))
+        with pytest.warns(RuntimeWarning, match="updates nothing"):
+            engine.step()
+        assert_same(weights_of(model), before, bitwise=True)

@@ -99,6 +99,13 @@ def test_train_batch_names_the_micro_batch(caplog: pytest.LogCaptureFixture) -> 
         assert note.startswith(f"harmony_ds: micro-batch 3 of 4, layer e, called in {__file__}, line ")
 
 
+def test_the_first_step_names_the_micro_batch_that_was_measured() -> None:
+    with engine_for(Layers(), sgd, config_of(ACCUMULATION, None, {"pack_layers": 1})) as engine:
+        larger = [*numbers()[:2], torch.tensor([5, 99, 6, 6, 6, 6, 6, 6])]
+        note = fails_with(engine, lambda: engine.train_batch(larger), IndexError)
+        assert note.startswith(f"harmony_ds: micro-batch 3, while it was measured, called in {__file__}, line ")
+
+
 def test_a_loss_that_fails_names_its_micro_batch() -> None:
     seen: list[int] = []
 
