@@ -9,6 +9,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 EXAMPLES = sorted((ROOT / "examples").rglob("README.md"))
+FURTHER = [
+    *sorted((ROOT / "benchmarks").glob("*/README.md")),
+    *(
+        ROOT / name
+        for name in ("CONTRIBUTING.md", "CHANGELOG.md", "ds_configs/README.md", "tests/exactness/outcomes.md")
+    ),
+]
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _PROGRAMS = "harmony-ds|python3?|make|pip|pytest"
 _SHELL = re.compile(rf"^ *((?:{_PROGRAMS}) [^`\n]+?)(?:  +#.*| *\| .*)?$|`((?:{_PROGRAMS}) [^`]+)`", re.MULTILINE)

@@ -13,9 +13,8 @@ from mkdocs.structure.files import File, Files
 
 import harmony_ds
 from tests.docs import config_tables, house
-from tests.docs.pages import DOCUMENTS, EXAMPLES, ROOT
+from tests.docs.pages import DOCUMENTS, EXAMPLES, FURTHER, ROOT
 
-FURTHER = ("CONTRIBUTING.md", "CHANGELOG.md", "ds_configs/README.md", "tests/exactness/outcomes.md")
 ANSWERS = ROOT / "outputs" / "answers.md"
 TRAINERS = ("HarmonyMixin", "HarmonyTrainer")
 _TRANSFORMERS = "harmony_ds.integrations.transformers"
@@ -26,7 +25,7 @@ _CODE = re.compile(
 
 def on_files(files: Files, config: Any) -> Files:
     """Return all files of the site, by their paths from the repository's root."""
-    pages = [*DOCUMENTS, *EXAMPLES, *ROOT.glob("benchmarks/*/README.md"), *(ROOT / name for name in FURTHER)]
+    pages = [*DOCUMENTS, *EXAMPLES, *FURTHER]
     images = (ROOT / "docs" / "images").rglob("*.png")
     found = [
         File(str(file.relative_to(ROOT)), str(ROOT), config.site_dir, config.use_directory_urls)
