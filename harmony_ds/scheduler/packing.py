@@ -77,22 +77,39 @@ class Packer:
         return Packing(tuple(everything), tuple(order), tuple(range(len(packs))), *without_calls)
 
     def packs(self, bounds: tuple[int, ...]) -> tuple[Pack, ...]:
-        """Return the packs between `bounds`, each owning the parameters that no earlier one owns."""
-        owned_by_earlier = set(self._unlayered)
+        """Return the packs between `bounds`, each owning the parameters that no earlier one owns.
+
+        Packs without a backward pass own what is trained in them alone: the program's own backward passes may reach it.
+        """
+        owned = set(self._unlayered)
         packs: list[Pack] = []
         for first, last in pairwise(bounds):
-            packs.append(self._pack(len(packs), tuple(range(first, last)), owned_by_earlier))
-            owned_by_earlier.update(packs[-1].owned)
+            packs.append(self._pack(len(packs), tuple(range(first, last)), owned))
+            owned.update(packs[-1].owned)
+        for index, pack in enumerate(packs):
+            if not pack.needs_backward and not owned.issuperset(self._trained_in(pack)):
+                packs[index] = self._pack(index, pack.positions, owned, owns_without_backward=True)
+                owned.update(packs[index].owned)
         return tuple(packs)
 
-    def _pack(self, index: int, positions: tuple[int, ...], taken: Collection[str] | None) -> Pack:
+    def _trained_in(self, pack: Pack) -> list[str]:
+        return [name for name in pack.parameters if self._specs[name].trainable]
+
+    def _pack(
+        self,
+        index: int,
+        positions: tuple[int, ...],
+        taken: Collection[str] | None,
+        owns_without_backward: bool = False,
+    ) -> Pack:
         graph = self._graph
         layers = tuple(dict.fromkeys(graph.calls[p] for p in positions))
         names = dict.fromkeys(n for layer in layers for n in graph.layers[layer].parameters)
         parameters = tuple(n for n in names if n not in self._unlayered)
         needs_backward = any(self._costs[p].needs_backward for p in positions)
-        # A pack that only the forward pass has owns nothing: its layers are updated with the packs of the other pass.
-        owned = () if taken is None or not needs_backward else tuple(n for n in parameters if n not in taken)
+        owned: tuple[str, ...] = ()  # a pack that only the forward pass has: its layers are updated with the other pass's
+        if taken is not None and (needs_backward or owns_without_backward):
+            owned = tuple(n for n in parameters if n not in taken)
         known = self._known.get((positions, owned))
         if known is not None:
             return replace(known, index=index, device=index % self._policy.pipeline)
@@ -112,7 +129,7 @@ class Packer:
             sent_bytes=gradients.sent_bytes,
             needs_backward=needs_backward,
             update_elements=self._update_elements(owned),
-            resident_bytes=self._resident_bytes(owned if needs_backward else parameters, bool(owned)),
+            resident_bytes=self._resident_bytes(owned if owned or needs_backward else parameters, bool(owned)),
             update_bytes=self._update_bytes(owned),
             forward_ms=sum(self._costs[p].forward_ms for p in positions),
             backward_ms=sum(self._costs[p].backward_ms for p in positions),

@@ -91,7 +91,8 @@ class Pack:
         layers: the layers called there, each once.
         parameters: canonical names of their parameters, each once.
         owned: those of `parameters` that no earlier pack with a backward pass has; the host updates them with this pack,
-            whose gradient is the last of theirs to arrive.
+            whose gradient is the last of theirs to arrive. Of a pack without a backward pass: those that no other pack has,
+            if some of them are trained. The program's own backward passes may reach these.
         weight_bytes: bytes of its weights, as one swap-in of one device moves them.
         gradient_bytes: bytes of all its gradients, as one swap-out moves them that are not reduced before.
         needs_backward: whether any gradient flows through it.
@@ -140,6 +141,11 @@ class Pack:
         if not self.gradient_pieces:
             return self.gradient_bytes
         return max(self.gradient_pieces) if rank is None else self.gradient_pieces[rank]
+
+    @property
+    def is_updated(self) -> bool:
+        """Whether each step updates what it owns."""
+        return self.needs_backward or bool(self.owned)
 
     @property
     def needed_at(self) -> int:

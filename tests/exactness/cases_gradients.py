@@ -118,6 +118,26 @@ def penalty_inside(side: Side) -> Found:
     return trained(side, Penalized(), sgd, own_loss)
 
 
+@case(*ALL)
+def penalty_of_a_layer_without_gradients(side: Side) -> Found:
+    """The first layers are called under torch.no_grad(); the loop adds a penalty on a weight of theirs to the loss."""
+
+    class FirstFixed(Net):
+        def body(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                x = self.blocks[0](self.front(x))
+            for block in self.blocks[1:]:
+                x = block(x)
+            return x
+
+    model = FirstFixed()
+
+    def loss(engine: Any, x: Tensor, labels: Tensor) -> Tensor:
+        return of_logits(engine, x, labels) + 0.1 * model.blocks[0].linear.weight.pow(2).sum()
+
+    return trained(side, model, sgd, loss, steps=3)
+
+
 @case(tolerance=REGROUPED)
 def backward_of_a_penalty_alone(side: Side) -> Found:
     """`(0.01 * p.pow(2).sum()).backward()` for each parameter, beside engine.backward(loss)."""

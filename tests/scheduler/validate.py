@@ -63,7 +63,7 @@ class _Walk:
         self._always = frozenset(pack.index for pack in packing.unlayered_packs)
         through_packs = [index for index in packing.backward if packs[index].needs_backward]
         without_calls = [index for index in (packing.unlayered, packing.uncalled) if index is not None]
-        self._wanted = [*through_packs, *without_calls]
+        self._wanted = [*(index for index in packing.backward if packs[index].is_updated), *without_calls]
         rounds = len(group.rounds(policy.grouping))
         self._swapped = [index for index in through_packs if index not in self._resident for _ in range(rounds)]
         self._swapped += self._always
@@ -264,7 +264,7 @@ class _Walk:
         _require(not self._norm_missing, "updated before the norm is known")
         on_device = task.kind is TaskKind.UPDATE_ON_DEVICE
         there = on_device or (self._out[task.pack] > 0 and task.pack not in self._gathered | self._apart)
-        there = there or task.pack == self._packing.uncalled
+        there = there or task.pack == self._packing.uncalled or not self._packing.packs[task.pack].needs_backward
         first = not self._updated[task.pack] and not self._unfinished(task)
         right = on_device == (task.pack in self._resident)
         _require(there and first and right, "updated early, twice or in the wrong place")
