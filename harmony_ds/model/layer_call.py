@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from harmony_ds.decomposer.find import Layer
@@ -82,6 +83,9 @@ class LayerCalls:
         self._parts_to_run = parts_to_run
         self._device_transfers = device_transfers
         self._open_heads: list[tuple[int, HeadCall]] = []
+        self._may_run_in_tiles: dict[
+            tuple[int, torch.Size, int], bool
+        ] = {}  # (a head, its argument's shape, tile) -> known
         self.checks_recomputation = False
         self._unseen: list[str] | None = None  # None: not collected
 
@@ -153,7 +157,7 @@ class LayerCalls:
         Args:
             gather: called after each tile of the loss's backward pass: adds up the gradients that have reached `copies`.
         """
-        opened = self._open_head_in_tiles(request) if request.grad else None
+        opened = self._open_head_in_tiles(request, partial(nullcontext, copies)) if request.grad else None
         if opened is None:
             return None
         head = HeadCall(
@@ -176,7 +180,7 @@ class LayerCalls:
             record: takes each record of what the program has made of the output, for `backward`.
         """
         layer = self.layers[request.layer]
-        opened = self._open_head_in_tiles(request) if request.grad and not layer.buffered else None
+        opened = self._open_head_in_tiles(request, weights) if request.grad and not layer.buffered else None
         if opened is None:
             return None
         hidden, arguments = opened.hidden, opened.arguments
@@ -202,7 +206,7 @@ class LayerCalls:
 
     def begin_head_without_gradients(self, request: Request, copies: Leaves) -> TokenTensor | None:
         """Do what `begin_head` does for a forward pass that no gradient goes back through."""
-        opened = None if request.grad else self._open_head_in_tiles(request)
+        opened = None if request.grad else self._open_head_in_tiles(request, partial(nullcontext, copies))
         if opened is None:
             return None
         head = HeadCall(
@@ -241,10 +245,18 @@ class LayerCalls:
                     function,
                 )
 
-    def _open_head_in_tiles(self, request: Request) -> _OpenedHead | None:
-        """Return what a head's call is given, on its device, if that is more than one tile of tokens; else None."""
+    def _open_head_in_tiles(
+        self, request: Request, weights: Callable[[], AbstractContextManager[Leaves]]
+    ) -> _OpenedHead | None:
+        """Return what a head's call is given, on its device, if it may run in tiles, and has more tokens; else None."""
         opened = self._open_head(request) if self.tiles.has_head(request.layer) else None
         if opened is None or opened.tokens <= self.tiles.size:
+            return None
+        form = request.layer, opened.hidden.shape, self.tiles.size
+        if form not in self._may_run_in_tiles:
+            with weights() as copies:
+                self._may_run_in_tiles[form] = opened.may_run_in_tiles(self.tiles.size, copies)
+        if not self._may_run_in_tiles[form]:
             return None
         (hidden,) = self._device_transfers.to_current([opened.hidden])
         return replace(opened, hidden=hidden)
@@ -579,19 +591,45 @@ class _OpenedHead:
         return self.layer.call_forward(self.request, args, kwargs, copies)
 
     def prove(self, copies: Leaves) -> TokenProof:
-        """Prove that the layer's forward treats each token by itself, whatever their number; they lie in the last dimension
-        but one, as in the tiles of a head.
+        """Prove that the layer's forward treats each token of a row by itself; they lie in the last dimension but one.
 
         Raises:
             TokensMixedError: that cannot be shown.
         """
         whole, part = _TOKENS_OF_A_PROOF
-        dim = self.hidden.dim() - 2
-        hidden = self.hidden.new_empty(*[1] * dim, whole, self.hidden.shape[-1]).requires_grad_()
+        rows = [1] * (self.hidden.dim() - 2)
+        return self._prove((*rows, whole, self.hidden.shape[-1]), len(rows), [part], copies)
+
+    def may_run_in_tiles(self, tile: int, copies: Leaves) -> bool:
+        """Return whether the layer gives tiles of `tile` tokens, of rows one after the other, what it gives all of them.
+
+        For torch's own linear layer that is known. Of any other it is proved for the numbers of rows and tokens that run:
+        forward may compute with numbers of rows, and otherwise with long ones.
+        """
+        if (
+            type(self.layer.module) is nn.Linear
+            and getattr(self.request.forward, "__func__", None) is nn.Linear.forward
+        ):
+            return True
+        *rows, _, width = self.hidden.shape
+        tiles = [tile, self.tokens % tile] if self.tokens % tile else [tile]
+        try:
+            self._prove(tuple(self.hidden.shape), len(rows), tiles, copies)
+            for dim, count in enumerate(rows):
+                if count > 1:
+                    for tokens in tiles:
+                        self._prove((*rows, tokens, width), dim, [1], copies)
+        except TokensMixedError:
+            return False
+        return True
+
+    def _prove(self, shape: tuple[int, ...], dim: int, tiles: list[int], copies: Leaves) -> TokenProof:
+        with FakeTensorMode():  # of any number of tokens, without memory
+            hidden = torch.empty(shape, dtype=self.hidden.dtype, device=self.hidden.device, requires_grad=True)
         args, kwargs = self._with(hidden)
         call = ModuleCall.taken_apart(self.layer.module, self.request.forward, args, kwargs)
         with self.layer.parameters.installed(copies), self.request.callers_modes():
-            return prove(call, dim, [part])
+            return prove(call, dim, tiles)
 
     def _with(self, hidden: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the call's arguments with other hidden states."""

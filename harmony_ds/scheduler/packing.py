@@ -107,7 +107,8 @@ class Packer:
         names = dict.fromkeys(n for layer in layers for n in graph.layers[layer].parameters)
         parameters = tuple(n for n in names if n not in self._unlayered)
         needs_backward = any(self._costs[p].needs_backward for p in positions)
-        owned: tuple[str, ...] = ()  # a pack that only the forward pass has: its layers are updated with the other pass's
+        # A pack that only the forward pass has owns nothing: its layers are updated with the packs of the other pass.
+        owned: tuple[str, ...] = ()
         if taken is not None and (needs_backward or owns_without_backward):
             owned = tuple(n for n in parameters if n not in taken)
         known = self._known.get((positions, owned))

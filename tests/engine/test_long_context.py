@@ -560,3 +560,32 @@ def test_gradients_in_bf16_are_summed_in_fp32() -> None:
         train_groups(engine, groups())
 
     assert relative_difference(model, expected) < 2e-2
+
+
+class CentredHead(nn.Linear):
+    """A head that subtracts from its hidden states their mean over rows (0), over tokens of rows of one length (1), or over
+    the values of each token (2).
+    """
+
+    over = 2
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.over != 1 or hidden.shape[1] == LENGTH:
+            hidden = hidden - hidden.mean(self.over, keepdim=True)
+        return super().forward(hidden)
+
+
+@pytest.mark.parametrize(
+    ("over", "runs_in_tiles"), [(0, False), (1, False), (2, True)], ids=["rows", "tokens", "values"]
+)
+def test_a_head_that_mixes_rows_or_tokens_is_computed_whole(over: int, runs_in_tiles: bool) -> None:
+    model = llama()
+    model.lm_head.__class__ = CentredHead
+    model.lm_head.over = over
+
+    def check_peak(engine: HarmonyEngine) -> None:
+        assert (engine.memory_report().device_peak_bytes < LOGITS_BYTES) is runs_in_tiles
+
+    found, _ = trained(model, check_peak, tokens=16, pack_layers=1, residency="off")
+
+    assert relative_difference(found, plainly_trained(model)) < TOLERANCE
