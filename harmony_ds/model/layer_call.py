@@ -157,12 +157,11 @@ class LayerCalls:
         Args:
             gather: called after each tile of the loss's backward pass: adds up the gradients that have reached `copies`.
         """
-        opened = self._open_head_in_tiles(request, partial(nullcontext, copies)) if request.grad else None
+        weights: Callable[[], AbstractContextManager[Any]] = partial(nullcontext, copies)
+        opened = self._open_head_in_tiles(request, weights) if request.grad else None
         if opened is None:
             return None
-        head = HeadCall(
-            opened.hidden, opened.run, self.tiles.size, partial(nullcontext, copies), gather, self._parts_to_run
-        )
+        head = HeadCall(opened.hidden, opened.run, self.tiles.size, weights, gather, self._parts_to_run)
         return self._output_until_closed(head, request)
 
     def begin_recorded_head(
@@ -206,14 +205,15 @@ class LayerCalls:
 
     def begin_head_without_gradients(self, request: Request, copies: Leaves) -> TokenTensor | None:
         """Do what `begin_head` does for a forward pass that no gradient goes back through."""
-        opened = None if request.grad else self._open_head_in_tiles(request, partial(nullcontext, copies))
+        weights: Callable[[], AbstractContextManager[Any]] = partial(nullcontext, copies)
+        opened = None if request.grad else self._open_head_in_tiles(request, weights)
         if opened is None:
             return None
         head = HeadCall(
             opened.hidden.detach(),
             opened.run,
             self.tiles.size,
-            partial(nullcontext, copies),
+            weights,
             _nothing,
             self._parts_to_run,
         )
@@ -246,7 +246,7 @@ class LayerCalls:
                 )
 
     def _open_head_in_tiles(
-        self, request: Request, weights: Callable[[], AbstractContextManager[Leaves]]
+        self, request: Request, weights: Callable[[], AbstractContextManager[Any]]
     ) -> _OpenedHead | None:
         """Return what a head's call is given, on its device, if it may run in tiles, and has more tokens; else None."""
         opened = self._open_head(request) if self.tiles.has_head(request.layer) else None

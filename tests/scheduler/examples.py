@@ -64,11 +64,13 @@ def reused(packs: tuple[Pack, ...]) -> Packing:
 
 
 def packs_of(*needs_backward: bool, weight_bytes: int = 100, gradient_bytes: int = 10) -> tuple[Pack, ...]:
-    """A pack of one call with one parameter for each flag."""
-    return tuple(
-        Pack(i, (i,), (i,), (f"p{i}",), (f"p{i}",), weight_bytes, gradient_bytes if needs else 0, needs)
-        for i, needs in enumerate(needs_backward)
-    )
+    """A pack of one call with one parameter for each flag; without a backward pass it is frozen."""
+    packs: list[Pack] = []
+    for i, needs in enumerate(needs_backward):
+        name = f"p{i}"
+        owned = (name,) if needs else ()
+        packs.append(Pack(i, (i,), (i,), (name,), owned, weight_bytes, gradient_bytes if needs else 0, needs))
+    return tuple(packs)
 
 
 def with_unlayered(packing: Packing, weight_bytes: int = 100, gradient_bytes: int = 100) -> Packing:

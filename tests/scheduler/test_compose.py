@@ -64,6 +64,9 @@ LISTS: dict[str, tuple[tuple[Pack, ...], Group, Policy, str]] = {
         "I2 B2.0 O2 U2 E2 I1 B1.0 G2 O1 U1 E1 I0 B0.0 G1 O0 U0 E0 G0"),
     "a pack without backward is not swapped in again": (packs_of(False, True, True), Group((0,)), PLAIN,
         "I0 F0.0 E0 I1 F1.0 E1 I2 L2.0 O2 U2 E2 I1 B1.0 G2 O1 U1 E1 G1"),
+    "what it owns is updated last": (
+        (replace(packs_of(False)[0], owned=("p0",)), *packs_of(False, True, True)[1:]), Group((0,)), PLAIN,
+        "I0 F0.0 E0 I1 F1.0 E1 I2 L2.0 O2 U2 E2 I1 B1.0 G2 O1 U1 E1 G1 U0"),
     "nor where updates are deferred": (packs_of(False, True, True), Group((0,)), DEFERRED,
         "I0 F0.0 E0 I1 F1.0 E1 I2 L2.0 O2 E2 I1 B1.0 G2 O1 E1 G1 N U1 U2"),
     "a pack without backward between two others is passed over": (
