@@ -14,6 +14,8 @@ from harmony_ds.errors import DoesNotFitError
 from harmony_ds.estimate.forecast import Forecast, changes, forecast
 from harmony_ds.estimate.subject import Subject
 from harmony_ds.estimate.survey import Survey, smallest_peak_bytes
+from harmony_ds.scheduler.allocations import Allocations
+from harmony_ds.scheduler.allocator_fit import Fitting, leaving
 from harmony_ds.scheduler.choose import PlanRequest
 from harmony_ds.scheduler.costs import BackwardBytes, CallCost, ForwardBytes, StashBytes, WaitingBytes
 from harmony_ds.scheduler.plan import Policy
@@ -174,7 +176,7 @@ def test_the_host_is_given_a_plan_that_it_has_room_for_if_there_is_one(monkeypat
     asked: list[int | None] = []
 
     def searched(*arguments: Any) -> tuple[Choice, ...]:
-        asked.append(arguments[-1].host_bytes)
+        asked.append(arguments[4].host_bytes)
         return (fastest.choice,)
 
     monkeypatch.setattr("harmony_ds.estimate.forecast.search", searched)
@@ -182,6 +184,24 @@ def test_the_host_is_given_a_plan_that_it_has_room_for_if_there_is_one(monkeypat
     for budget in (None, state + 7, state, state - 1):
         forecast(tight(), budget)
     assert asked == [None, 7, 0, 0]
+
+
+def test_a_plan_is_left_what_the_allocator_needs_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    survey, asked = tight(), []
+    less = leaving(survey.request, 50)
+    fastest = forecast(survey)
+
+    def fitting(search_with: Any, request: Any, costs: Any, fragment_bytes: int) -> Fitting:
+        asked.append((request.budget_bytes, fragment_bytes))
+        return Fitting((fastest.choice,), 80)
+
+    monkeypatch.setattr("harmony_ds.estimate.forecast.search_fitting", fitting)
+    known = replace(survey.costs, allocations=Allocations())
+    found = forecast(replace(survey, request=less, costs=known, fragment_bytes=50))
+    assert survey.request.budget_bytes is not None
+    assert asked == [(survey.request.budget_bytes, 50)]
+    assert found.survey.request.budget_bytes == survey.request.budget_bytes - 80
+    assert found.survey.fragment_bytes == 80
 
 
 def test_several_devices_hold_weights_and_state_once_and_take_their_pieces_of_the_gradients() -> None:
