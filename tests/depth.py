@@ -133,7 +133,6 @@ SLOW = """
     cli/test_commands.py::test_a_stash_that_fits_the_device_is_a_way_out_of_too_little_host_memory
     cli/test_commands.py::test_a_closed_pipe_ends_the_command_quietly
     engine/test_ledger.py::test_swaps_do_not_grow_with_the_number_of_micro_batches
-    engine/test_lifetime.py::test_a_live_engine_keeps_its_model
     engine/test_lifetime.py::test_a_process_leaves_in_peace_without_destroy
     engine/test_lifetime.py::test_a_process_without_harmony_ds_reads_a_saved_model
     engine/test_lifetime.py::test_an_engine_that_waits_for_garbage_collection_does_not_hold_its_model
