@@ -78,3 +78,54 @@ def test_the_pool_is_filled_where_one_request_more_could_exceed_the_budget() -> 
             assert device.fills == fills
             train_groups(engine, GROUPS[1:])
             assert device.fills == fills  # nothing was measured again
+
+
+class Caching(Fragmented):
+    """A device whose memory is a caching allocator's, whose needs are replayed."""
+
+    @property
+    def has_caching_allocator(self) -> bool:
+        return True
+
+
+def test_measuring_records_what_the_allocator_has_to_serve() -> None:
+    with engine_on(Caching(2**30)) as engine:
+        costs = engine._state.planner.costs[0]
+        assert costs.allocations is not None
+        assert [bool(call.forward and call.propagate) for call in costs.allocations.calls] == [True] * len(costs.calls)
+        weights = [call.sums for call in costs.allocations.calls]
+        assert sum(map(sum, weights)) >= 4 * sum(parameter.numel() for parameter in engine.module.parameters())
+    with engine_on(CpuDevice(2**30)) as engine:
+        assert engine._state.planner.costs[0].allocations is None
+
+
+def test_a_plan_is_replayed_again_when_micro_batches_differ_in_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    shares: list[float] = []
+
+    def is_served(plan: Any, request: Any, costs: Any, least_share: float) -> bool:
+        shares.append(least_share)
+        return True
+
+    monkeypatch.setattr("harmony_ds.step.planner.is_served", is_served)
+    largest = GROUPS[0][0]
+    shorter = {name: tensor[:, : tensor.shape[1] // 2] for name, tensor in largest.items()}
+    model, config = LLAMA.build(0.0), config_of(2, 0.5, {"residency": "off"})
+    with engine_for(model, sgd, config, device=Caching(2**30)) as engine:
+        train_groups(engine, [[largest, largest]])
+        plan = engine.plan
+        assert shares == []
+        train_groups(engine, [[largest, shorter], [shorter, largest]])
+        assert shares == [0.5]  # once
+        assert engine.plan is plan
+
+
+def test_a_plan_that_is_not_served_any_more_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harmony_ds.step.planner.is_served", lambda *_: False)
+    largest = GROUPS[0][0]
+    shorter = {name: tensor[:, : tensor.shape[1] // 2] for name, tensor in largest.items()}
+    model, config = LLAMA.build(0.0), config_of(2, 0.5, {"residency": "off"})
+    with engine_for(model, sgd, config, device=Caching(2**30)) as engine:
+        train_groups(engine, [[largest, largest]])
+        plan = engine.plan
+        train_groups(engine, [[largest, shorter]])
+        assert engine.plan is not plan
