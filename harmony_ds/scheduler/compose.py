@@ -166,6 +166,16 @@ def stash_moves(packing: Packing, policy: Policy) -> tuple[set[int], set[int]]:
     return set(away), taking
 
 
+def _sends_out(run: Sequence[Task], move: Task) -> bool:
+    """Return whether a run is followed by the task that takes to the host what `move` brings back from a boundary."""
+    outward = {
+        TaskKind.BOUNDARY_IN: TaskKind.BOUNDARY_OUT,
+        TaskKind.BOUNDARY_GRADIENTS_IN: TaskKind.BOUNDARY_GRADIENTS_OUT,
+    }
+    kind = outward.get(move.kind)
+    return any(task.kind is kind and task.micro_batch == move.micro_batch for task in run)
+
+
 def _begin(packing: Packing, group: Group, policy: Policy) -> tuple[Task, ...]:
     return (
         ()
@@ -324,7 +334,9 @@ class _Composer:
                 if place == 0:
                     if self._policy.prefetch and earlier is not None and len(earlier.runs) > 1:
                         _, last_run = earlier.runs[-1]
-                        last_run[:0] = needed
+                        # What that run itself sends to the host comes back after it.
+                        last_run[:0] = [task for task in needed if not _sends_out(last_run, task)]
+                        pack_pass.before += [task for task in needed if _sends_out(last_run, task)]
                     else:
                         pack_pass.before += needed
                 elif place == 1 and self._policy.prefetch and pack_pass.runs[0][1] is runs[0]:
