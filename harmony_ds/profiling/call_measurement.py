@@ -14,42 +14,12 @@ from harmony_ds.scheduler.flow import Flow
 
 _Gradient = OutputGradient | InterLayerGradient
 _NOTHING_KNOWN = CallCost()
-_Pairs = list[tuple[int, int]]
+_NOTHING_RECORDED = CallAllocations()
+Pairs = list[tuple[int, int]]
+"""Allocations as they are recorded: see `AllocationTrace`."""
 
 
-@dataclass(slots=True)
-class RecordedEvents:
-    """Allocations of a call, as they are recorded; see `CallAllocations`."""
-
-    forward: _Pairs = field(default_factory=list)
-    code: _Pairs = field(default_factory=list)
-    recompute: _Pairs = field(default_factory=list)
-    propagate: _Pairs = field(default_factory=list)
-    outputs: tuple[int, ...] = ()
-    graph_outputs: tuple[int, ...] = ()
-    stashed: tuple[int, ...] = ()
-    incoming: tuple[int, ...] = ()
-    outgoing: tuple[int, ...] = ()
-    unsummed: tuple[int, ...] = ()
-    sums: tuple[int, ...] = ()
-
-    def as_cost(self) -> CallAllocations:
-        return CallAllocations(
-            _events(self.forward),
-            _events(self.code),
-            _events(self.recompute),
-            _events(self.propagate),
-            self.outputs,
-            self.graph_outputs,
-            self.stashed,
-            self.incoming,
-            self.outgoing,
-            self.unsummed,
-            self.sums,
-        )
-
-
-def _events(pairs: _Pairs) -> Events:
+def _events(pairs: Pairs) -> Events:
     return tuple(Event(*pair) for pair in pairs)
 
 
@@ -66,7 +36,8 @@ class CallMeasurement:
         made: gradients of the call's outputs.
         taken: gradients that propagating through the call yields.
         settled: gradients that propagating through the code after the call yields.
-        events: what it allocates.
+        allocations: what it allocates, but for the code after it.
+        code: what the code after it allocates.
     """
 
     layer: int = -1
@@ -77,11 +48,22 @@ class CallMeasurement:
     made: list[OutputGradient] = field(default_factory=list)
     taken: list[_Gradient] = field(default_factory=list)
     settled: list[OutputGradient] = field(default_factory=list)
-    events: RecordedEvents = field(default_factory=RecordedEvents)
+    allocations: CallAllocations = _NOTHING_RECORDED
+    code: Pairs = field(default_factory=list)
 
     def note(self, **known: Any) -> None:
         """Replace fields of `cost`."""
         self.cost = replace(self.cost, **known)
+
+    def note_forward_allocations(self, forward: Pairs, outputs: tuple[int, ...]) -> None:
+        """Note what the call's forward pass has allocated; see `CallAllocations`."""
+        self.allocations = replace(self.allocations, forward=_events(forward), outputs=outputs)
+
+    def note_backward_allocations(self, recompute: Pairs, propagate: Pairs, **known: Any) -> None:
+        """Note what running the call again and backward has allocated; `known`: other fields of `CallAllocations`."""
+        self.allocations = replace(
+            self.allocations, recompute=_events(recompute), propagate=_events(propagate), **known
+        )
 
     def note_forward(self, peak_bytes: int = 0, graph_bytes: int = 0, kept_graph_bytes: int = 0) -> None:
         """Raise what the forward pass of the call takes to at least these bytes."""
@@ -121,14 +103,14 @@ class MicroBatchMeasurement:
     flow: Flow = field(default_factory=Flow)
     outputs: int = 0
     crossing: tuple[CrossingValue, ...] = ()
-    lead: _Pairs = field(default_factory=list)
-    loss: _Pairs = field(default_factory=list)
-    propagate: _Pairs = field(default_factory=list)
+    lead: Pairs = field(default_factory=list)
+    loss: Pairs = field(default_factory=list)
+    propagate: Pairs = field(default_factory=list)
     incoming: tuple[int, ...] = ()
 
     def allocations(self) -> Allocations:
         """Return what the micro-batch has allocated, as far as that was recorded."""
-        calls = tuple(call.events.as_cost() for call in self.calls)
+        calls = tuple(replace(call.allocations, code=_events(call.code)) for call in self.calls)
         return Allocations(_events(self.lead), calls, _events(self.loss), _events(self.propagate), self.incoming)
 
     def table(self) -> CostTable:

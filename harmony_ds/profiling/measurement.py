@@ -33,7 +33,7 @@ from harmony_ds.model.token_tensor import TokenTensor, is_not_computed
 from harmony_ds.model.trees import tensors_in
 from harmony_ds.offload.residency import DeviceCopy, Residency
 from harmony_ds.offload.stash import StashEntry
-from harmony_ds.profiling.call_measurement import CallMeasurement, MicroBatchMeasurement, RecordedEvents
+from harmony_ds.profiling.call_measurement import CallMeasurement, MicroBatchMeasurement, Pairs
 from harmony_ds.profiling.passes import ModelPasses
 from harmony_ds.profiling.sample import Sample
 from harmony_ds.profiling.watches import FlowWatch, RoutingWatch, extremes
@@ -211,9 +211,10 @@ class Measurement(LayerCallObserver):
         if head is not None:  # what it takes, the loss takes
             return head
         with RoutingWatch() as watch:
-            with self._trace.recording(call.events.forward):
+            events: Pairs = []
+            with self._trace.recording(events):
                 outputs, recorded = self._passes.record(replace(request, forward=forward), copy)
-            call.events.outputs = self._trace.numbers(tensors_in(outputs))
+            call.note_forward_allocations(events, self._trace.numbers(tensors_in(outputs)))
         call.note_forward(peak_bytes=interval.peak())
         if self._flow is not None:
             self._flow.call(request, self._inputs, outputs)
@@ -254,7 +255,7 @@ class Measurement(LayerCallObserver):
     def call_finished(self) -> None:
         """Begin to measure the code after the call."""
         self._interval.begin()
-        self._trace.begin(self._measured.calls[-1].events.code)
+        self._trace.begin(self._measured.calls[-1].code)
 
     # ---- what was not known of the model
 
@@ -343,7 +344,8 @@ class Measurement(LayerCallObserver):
         )
         call.made = [gradient for gradient in recorded.output_gradients if gradient is not None]
         call.taken = [target for target in recorded.targets if isinstance(target, (OutputGradient, InterLayerGradient))]
-        call.events.stashed = self._trace.numbers(e.device_tensor for e in recorded.entries)
+        stashed = self._trace.numbers(entry.device_tensor for entry in recorded.entries)
+        call.allocations = replace(call.allocations, stashed=stashed)
 
     def _propagate(self, call: CallMeasurement, recorded: RecordedCall, copy: DeviceCopy, routes: bool) -> None:
         """Run backward with a made-up gradient; what reaches earlier calls is dropped.
@@ -374,41 +376,41 @@ class Measurement(LayerCallObserver):
         copy.leaves.drop_gradients()
 
     def _backward(self, call: CallMeasurement, recorded: RecordedCall, copy: DeviceCopy) -> None:
-        gather = partial(_gather, self._runtime.residency, copy)
-        events, trace = RecordedEvents(), self._trace
+        trace, residency = self._trace, self._runtime.residency
+        gather = partial(_gather, residency, copy)
+        recompute: Pairs = []
+        propagate: Pairs = []
+        graph_outputs: tuple[int, ...] = ()
         with trace.recording([]), self._passes.made_up_gradients(recorded) as reached:
-            events.incoming = trace.numbers(t.gradient for t in recorded.output_gradients if t is not None)
+            incoming = trace.numbers(t.gradient for t in recorded.output_gradients if t is not None)
             self._interval.begin()
             if recorded.slicing is None:
-                with trace.recording(events.recompute):
+                with trace.recording(recompute):
                     replay = self._runtime.random.replay
                     again = self._runtime.layer_calls.recompute(recorded, copy.leaves, replay, as_in_steps=True)
-                    events.graph_outputs = trace.numbers(again)
+                    graph_outputs = trace.numbers(again)
                     del again
                 call.note_forward(kept_graph_bytes=self._interval.left())
-            with trace.recording(events.propagate):
+            with trace.recording(propagate):
                 self._runtime.layer_calls.backward(recorded, copy.leaves, self._runtime.random.replay, gather)
             call.backward = max(call.backward, self._interval.peak())
-            events.outgoing = trace.numbers(
-                target.gradient for target in recorded.targets if isinstance(target, GradientSum)
-            )
-        self._note_events(call, events, copy)
+            outgoing = trace.numbers(target.gradient for target in recorded.targets if isinstance(target, GradientSum))
+        trained = [leaf for leaf in copy.leaves.values() if leaf.requires_grad]
+        call.note_backward_allocations(
+            recompute,
+            propagate,
+            graph_outputs=graph_outputs,
+            incoming=incoming,
+            outgoing=outgoing,
+            unsummed=() if residency.accumulates_in_place else trace.numbers(leaf.grad for leaf in trained),
+            sums=tuple(leaf.numel() * residency.accumulation_dtype.itemsize for leaf in trained),
+        )
         call.unlayered |= self._changed_unlayered_gradients()
         self._reached |= dict.fromkeys(one for one in reached if isinstance(one, InterLayerGradient))
-        if not self._runtime.residency.accumulates_in_place:
+        if not residency.accumulates_in_place:
             unsummed_bytes = sum(leaf.grad.nbytes for leaf in copy.leaves.values() if leaf.grad is not None)
             call.note(backward=replace(call.cost.backward, unsummed_bytes=unsummed_bytes))
         gather()
-
-    def _note_events(self, call: CallMeasurement, events: RecordedEvents, copy: DeviceCopy) -> None:
-        """Note what running the call backward has allocated."""
-        trained, residency = [leaf for leaf in copy.leaves.values() if leaf.requires_grad], self._runtime.residency
-        events.sums = tuple(leaf.numel() * residency.accumulation_dtype.itemsize for leaf in trained)
-        if not residency.accumulates_in_place:
-            events.unsummed = self._trace.numbers(leaf.grad for leaf in trained)
-        forward = call.events
-        events.forward, events.code, events.outputs = forward.forward, forward.code, forward.outputs
-        events.stashed, call.events = forward.stashed, events
 
     # ---- the code between the calls
 
