@@ -12,13 +12,18 @@ import pytest
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"
 
 
-def test_one_step_is_measured_and_traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def run_program(monkeypatch: pytest.MonkeyPatch, out: Path, name: str, *words: str) -> None:
+    """Run a program of the kit in this process, with a folder for its results."""
     monkeypatch.syspath_prepend(str(FOLDER))
     monkeypatch.delitem(sys.modules, "suite", raising=False)
-    monkeypatch.setenv("OUT", str(tmp_path))
+    monkeypatch.setenv("OUT", str(out))
+    monkeypatch.setattr(sys, "argv", [name, *words])
+    runpy.run_path(str(FOLDER / name), run_name="__main__")
+
+
+def test_one_step_is_measured_and_traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "")
-    monkeypatch.setattr(sys, "argv", ["one_step.py", "--tokens", "128"])
-    runpy.run_path(str(FOLDER / "one_step.py"), run_name="__main__")
+    run_program(monkeypatch, tmp_path, "one_step.py", "--tokens", "128")
 
     (found,) = (one for one in tmp_path.glob("gpu-dry-run/step-*.json") if not one.name.endswith(".trace.json"))
     content = json.loads(found.read_text())
@@ -29,11 +34,7 @@ def test_one_step_is_measured_and_traced(tmp_path: Path, monkeypatch: pytest.Mon
 def test_device_memory_is_told_beside_its_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    monkeypatch.delitem(sys.modules, "suite", raising=False)
-    monkeypatch.setenv("OUT", str(tmp_path))
-    monkeypatch.setattr(sys, "argv", ["device_memory.py"])
-    runpy.run_path(str(FOLDER / "device_memory.py"), run_name="__main__")
+    run_program(monkeypatch, tmp_path, "device_memory.py")
 
     content = json.loads((tmp_path / "gpu-dry-run" / "device-memory.json").read_text())
     assert [step["retries"] for step in content["steps"]] == [0] * 5
@@ -45,11 +46,7 @@ def test_device_memory_is_told_beside_its_model(
 def test_adapters_on_a_quantized_base_are_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    monkeypatch.delitem(sys.modules, "suite", raising=False)
-    monkeypatch.setenv("OUT", str(tmp_path))
-    monkeypatch.setattr(sys, "argv", ["qlora.py"])
-    runpy.run_path(str(FOLDER / "qlora.py"), run_name="__main__")
+    run_program(monkeypatch, tmp_path, "qlora.py")
 
     (found,) = tmp_path.glob("gpu-dry-run/qlora-small-*.json")
     content = json.loads(found.read_text())

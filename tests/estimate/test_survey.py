@@ -6,6 +6,7 @@ import copy
 import json
 import resource
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -350,16 +351,18 @@ def llama_file(folder: Path, vocabulary: int) -> Path:
     return path
 
 
+def survey_of_a_row(path: Path, tokens_in_row: int, **harmony: Any) -> Survey:
+    block = {"device_memory_gib": 12.0, **harmony}
+    config = load_config(
+        {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "gradient_clipping": 1.0, "harmony": block}
+    )
+    return estimate(load_subject(str(path), "meta", 1, tokens_in_row), config, HARDWARE)
+
+
 def test_a_row_whose_logits_do_not_fit_is_estimated_in_tiles(tmp_path: Path) -> None:
     path = llama_file(tmp_path, 128256)
 
-    def surveyed(**harmony: Any) -> Survey:
-        block = {"device_memory_gib": 12.0, **harmony}
-        config = load_config(
-            {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "gradient_clipping": 1.0, "harmony": block}
-        )
-        return estimate(load_subject(str(path), "meta", 1, 16384), config, HARDWARE)
-
+    surveyed = partial(survey_of_a_row, path, 16384)
     found, whole = surveyed(), surveyed(tokens="off")
 
     budget = found.request.budget_bytes
@@ -372,13 +375,7 @@ def test_a_row_whose_logits_do_not_fit_is_estimated_in_tiles(tmp_path: Path) -> 
 def test_a_row_whose_layers_do_not_fit_is_estimated_in_tiles_of_both(tmp_path: Path) -> None:
     path = llama_file(tmp_path, 32000)
 
-    def surveyed(**harmony: Any) -> Survey:
-        block = {"device_memory_gib": 12.0, **harmony}
-        config = load_config(
-            {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "gradient_clipping": 1.0, "harmony": block}
-        )
-        return estimate(load_subject(str(path), "meta", 1, 65536), config, HARDWARE)
-
+    surveyed = partial(survey_of_a_row, path, 65536)
     found, head_alone = surveyed(), surveyed(tokens=1024)
 
     budget = found.request.budget_bytes

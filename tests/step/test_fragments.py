@@ -16,6 +16,8 @@ pytestmark = pytest.mark.fixed_times
 
 LLAMA = family("llama")
 GROUPS = groups_of(LLAMA, 2, 2)
+LARGEST = GROUPS[0][0]
+SHORTER = {name: tensor[:, : tensor.shape[1] // 2] for name, tensor in LARGEST.items()}
 
 
 class Fragmented(CpuDevice):
@@ -107,25 +109,21 @@ def test_a_plan_is_replayed_again_when_micro_batches_differ_in_size(monkeypatch:
         return True
 
     monkeypatch.setattr("harmony_ds.step.planner.is_served", is_served)
-    largest = GROUPS[0][0]
-    shorter = {name: tensor[:, : tensor.shape[1] // 2] for name, tensor in largest.items()}
-    model, config = LLAMA.build(0.0), config_of(2, 0.5, {"residency": "off"})
-    with engine_for(model, sgd, config, device=Caching(2**30)) as engine:
-        train_groups(engine, [[largest, largest]])
+    config = config_of(2, 0.5, {"residency": "off"})
+    with engine_for(LLAMA.build(0.0), sgd, config, device=Caching(2**30)) as engine:
+        train_groups(engine, [[LARGEST, LARGEST]])
         plan = engine.plan
         assert shares == []
-        train_groups(engine, [[largest, shorter], [shorter, largest]])
+        train_groups(engine, [[LARGEST, SHORTER], [SHORTER, LARGEST]])
         assert shares == [0.5]  # once
         assert engine.plan is plan
 
 
 def test_a_plan_that_is_not_served_any_more_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("harmony_ds.step.planner.is_served", lambda *_: False)
-    largest = GROUPS[0][0]
-    shorter = {name: tensor[:, : tensor.shape[1] // 2] for name, tensor in largest.items()}
-    model, config = LLAMA.build(0.0), config_of(2, 0.5, {"residency": "off"})
-    with engine_for(model, sgd, config, device=Caching(2**30)) as engine:
-        train_groups(engine, [[largest, largest]])
+    config = config_of(2, 0.5, {"residency": "off"})
+    with engine_for(LLAMA.build(0.0), sgd, config, device=Caching(2**30)) as engine:
+        train_groups(engine, [[LARGEST, LARGEST]])
         plan = engine.plan
-        train_groups(engine, [[largest, shorter]])
+        train_groups(engine, [[LARGEST, SHORTER]])
         assert engine.plan is not plan
