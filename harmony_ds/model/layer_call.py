@@ -52,8 +52,8 @@ _logger = logging.getLogger(__name__)
 ReadState = Callable[[], RandomState]
 SetState = Callable[[RandomState], None]
 _TOKENS_OF_A_PROOF = (257, 251)
-"""Numbers of tokens for which a head is proved to treat each by itself; it runs on any number. They are primes, so that no
-other dimension is taken for theirs."""
+"""Numbers of tokens for which a call is found to be one of a head, which treats each by itself. They are primes, so that no
+other dimension is taken for theirs. The numbers that run are proved when they come (`_OpenedHead.may_run_in_tiles`)."""
 
 
 class LayerCalls:
@@ -83,9 +83,8 @@ class LayerCalls:
         self._parts_to_run = parts_to_run
         self._device_transfers = device_transfers
         self._open_heads: list[tuple[int, HeadCall]] = []
-        self._may_run_in_tiles: dict[
-            tuple[int, torch.Size, int], bool
-        ] = {}  # (a head, its argument's shape, tile) -> known
+        # (a head, its argument's shape, tokens of a tile) -> whether that is proved
+        self._may_run_in_tiles: dict[tuple[int, torch.Size, int], bool] = {}
         self.checks_recomputation = False
         self._unseen: list[str] | None = None  # None: not collected
 
@@ -209,14 +208,8 @@ class LayerCalls:
         opened = None if request.grad else self._open_head_in_tiles(request, weights)
         if opened is None:
             return None
-        head = HeadCall(
-            opened.hidden.detach(),
-            opened.run,
-            self.tiles.size,
-            weights,
-            _nothing,
-            self._parts_to_run,
-        )
+        hidden = opened.hidden.detach()
+        head = HeadCall(hidden, opened.run, self.tiles.size, weights, _nothing, self._parts_to_run)
         return self._output_until_closed(head, request)
 
     def _output_until_closed(self, head: HeadCall, request: Request) -> TokenTensor | None:
@@ -603,13 +596,12 @@ class _OpenedHead:
     def may_run_in_tiles(self, tile: int, copies: Leaves) -> bool:
         """Return whether the layer gives tiles of `tile` tokens, of rows one after the other, what it gives all of them.
 
-        For torch's own linear layer that is known. Of any other it is proved for the numbers of rows and tokens that run:
-        forward may compute with numbers of rows, and otherwise with long ones.
+        For torch's own linear layer that is known. Of any other it is proved for the numbers of rows and tokens that run,
+        since forward may compute with numbers of rows, and otherwise with long ones. All rows with all tokens give what all
+        rows with the tokens of a tile do, and these give what each row by itself does.
         """
-        if (
-            type(self.layer.module) is nn.Linear
-            and getattr(self.request.forward, "__func__", None) is nn.Linear.forward
-        ):
+        own_forward = getattr(self.request.forward, "__func__", None)
+        if type(self.layer.module) is nn.Linear and own_forward is nn.Linear.forward:
             return True
         *rows, _, width = self.hidden.shape
         tiles = [tile, self.tokens % tile] if self.tokens % tile else [tile]

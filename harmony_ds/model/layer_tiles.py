@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -288,8 +289,9 @@ class _Work:
         """Yield the tiles of a pass over `tensors`, the first tokens first; `has_graph`: with gradients on."""
         trained = [has_graph and tensor.requires_grad for tensor in tensors]
         lengths = self.tiled.lengths
+        firsts = [0, *accumulate(lengths)]
         for number in self.tiles.parts_to_run(lengths):
-            first, length = sum(lengths[:number]), lengths[number]
+            first, length = firsts[number], lengths[number]
             inputs: list[Tensor] = []
             for tensor, place in zip(tensors, self.tiled.proof.places, strict=True):
                 part = tensor.detach()

@@ -329,8 +329,7 @@ class Updates:
     def update(self, task: Task) -> None:
         """UPDATE: queue the update of the parameters that a pack owns, on the update thread."""
         pack = self._plan.packs[task.pack]
-        has_swap_out = pack.needs_backward and task.pack != self._plan.packing.uncalled
-        if not has_swap_out and self.outcome.norm is None:  # else SWAP_OUT or NORM has done it
+        if not pack.needs_backward and self.outcome.norm is None:  # else SWAP_OUT or NORM has done it
             self._accumulated.collect_user_gradients(pack.owned)
         self.outcome.updates_issued += 1
         self._runtime.updater.update(pack.needed_at, pack.owned, self._hyper, self.outcome.norm)

@@ -146,13 +146,13 @@ def compose_end(packing: Packing, policy: Policy) -> tuple[Task, ...]:
         for pack in packing.unlayered_packs
         for kind in (*_gradients_out(policy), TaskKind.FREE_GRADIENTS, TaskKind.EVICT)
     ]
-    if policy.deferred_update:  # in forward order: the pack that the next step needs first is updated first
-        updated = [index for index in packing.backward if packing.packs[index].is_updated]
-        tasks += [*away, Task(TaskKind.NORM, 0)]
-    else:  # but for those that a backward pass of theirs has updated
-        updated = [index for index in packing.backward if packing.packs[index].is_updated]
+    # In forward order: the pack that the next step needs first is updated first.
+    updated = [index for index in packing.backward if packing.packs[index].is_updated]
+    tasks += away
+    if policy.deferred_update:
+        tasks.append(Task(TaskKind.NORM, 0))
+    else:  # the others were updated after their backward passes
         updated = [index for index in updated if not packing.packs[index].needs_backward]
-        tasks += away
     updated += [index for index in (packing.unlayered, packing.uncalled) if index is not None]
     tasks += [_update(index, policy) for index in updated]
     return tuple(tasks)

@@ -79,7 +79,8 @@ class Packer:
     def packs(self, bounds: tuple[int, ...]) -> tuple[Pack, ...]:
         """Return the packs between `bounds`, each owning the parameters that no earlier one owns.
 
-        Packs without a backward pass own what is trained in them alone: the program's own backward passes may reach it.
+        A pack without a backward pass owns something only if it has a trained parameter that no pack with one has: the
+        program's own backward passes may reach that.
         """
         owned = set(self._unlayered)
         packs: list[Pack] = []
@@ -153,7 +154,7 @@ class Packer:
             gradient_bytes=gradients.whole_bytes,
             gradient_pieces=gradients.pieces,
             sent_bytes=gradients.sent_bytes,
-            needs_backward=True,
+            needs_backward=on_device,
             update_elements=self._update_elements(spec.name for spec in trained),
         )
 

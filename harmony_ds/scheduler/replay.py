@@ -83,15 +83,15 @@ class Replay:
         self._least_share = least_share
         self._chance = random.Random(seed)
         self._last_run = {task.micro_batch: number for number, task in enumerate(plan.tasks) if task.kind in RUNS}
+        # Bytes of parameters' gradients, which do not get smaller with fewer tokens. Where they are summed in place, which
+        # allocation is one is not known: any of these bytes is taken for one.
+        self._fixed: set[int] = set()
+        for call in self._allocations.calls:
+            self._fixed.update(call.sums)
+            self._fixed.update(nbytes for number, nbytes in call.propagate if number in call.unsummed)
 
     def load_resident(self) -> None:
         """Allocate what stays from step to step."""
-        # Gradients of parameters do not get smaller with fewer tokens.
-        fixed: set[int] = set()
-        for call in self._allocations.calls:
-            fixed.update(call.sums)
-            fixed.update(nbytes for number, nbytes in call.propagate if number in call.unsummed)
-        self._fixed = fixed
         plan = self._plan
         rest = plan.resident_bytes
         for index in plan.policy.resident:

@@ -77,9 +77,7 @@ class OutputsGiven(enum.Enum):
 
     REAL = "the outputs, for which its forward pass ran; or none yet"
     STAND_INS = "stand-ins, which are computed when the group runs"
-    ON_TRIAL = (
-        "the outputs, or stand-ins until the program has more than a number of them: it is to show what its loss uses"
-    )
+    ON_TRIAL = "stand-ins, and the outputs once one with dimensions is asked for: it is to show what its loss uses"
 
 
 class Source(Protocol):

@@ -47,6 +47,9 @@ class Stage(enum.Enum):
           |                             +-- read again --+
           |                                              |
           +------------------- an error --------------> FAILED -- the next call or write --> DROPPED
+
+    A FAILED one, too, is RECEIVED if its loss raised the error and a gradient comes to its outputs, and PROPAGATED if its
+    group runs with a loss that it was propagated back from.
     """
 
     QUEUED = "no pass has run"
@@ -264,9 +267,8 @@ class PendingMicroBatch:
 
     def receive(self, gradient: Tensor) -> Tensor:
         """Take a gradient of one of its outputs, which a forward pass alone has computed; return what goes on."""
-        if (
-            self.micro_batch.is_at_work
-        ):  # on its way from a later layer to an earlier one: an output may lie between them
+        # On its way from a later layer to an earlier one: an output may lie between them.
+        if self.micro_batch.is_at_work:
             return gradient
         if is_for_measuring() is not None:  # another engine measures a loss that leads here, too
             return gradient

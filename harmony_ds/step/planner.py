@@ -193,8 +193,9 @@ class Planner:
     def cuts(self, sample: Sample) -> Iterator[None]:
         """Cut layer calls further at each turn, as long as the caller finds no plan and the ds_config leaves it open.
 
-        Rows come first: slices of half of them, a quarter, and so on. Then tiles of tokens, beside whole rows and, last,
-        beside slices. The caller puts the costs of what it has tried into `tried`.
+        Rows come first: slices of half of them, a quarter, and so on; but not where the last layer and the loss, which is
+        over all rows, take most. Then tiles of tokens, beside whole rows and, last, beside slices. The caller puts the
+        costs of what it has tried into `tried`, and goes on to the next turn if that does not fit.
         """
         whole = self.sizes.wanted
         self._begin_try()
@@ -212,6 +213,7 @@ class Planner:
             yield from self._in_slices(sample)
 
     def _begin_try(self) -> None:
+        """Forget the costs of the try before: this one's may not come to be known."""
         self.tried = None
 
     @property
@@ -513,12 +515,10 @@ class Planner:
 
     def _is_served(self, plan: Plan) -> bool:
         """Return whether the device's allocator can serve `plan` without giving memory back in between."""
-        costs, request = (
-            self.costs[0],
-            self.request(self.graph, self._group_size, left_free_bytes=self._left_free_bytes),
-        )
+        costs = self.costs[0]
         if not self._runtime.device.has_caching_allocator or costs.allocations is None:
             return True
+        request = self.request(self.graph, self._group_size, left_free_bytes=self._left_free_bytes)
         return is_served(plan, request, costs, self._least_share)
 
     def raise_peak(self, peaks: tuple[int, ...]) -> bool:

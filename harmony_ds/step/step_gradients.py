@@ -27,8 +27,11 @@ class StepGradients:
         self._own, self._updater = state.runtime.user_gradients, state.runtime.updater
         self._sums = (state.runtime.host_gradients, state.runtime.resident_packs)
         self._scaler = scaler
-        self._shown: set[str] = set()  # unscaled now, and perhaps changed
-        self._scaled: set[str] = set()  # of the program's own gradients, those that are scaled, or are while not shown
+        # Sums of the engine that the program has been given: divided by the loss scale since, and perhaps changed.
+        self._shown: set[str] = set()
+        # Gradients of the program's own that are of a loss times the loss scale; and those of them that are divided by it
+        # since the program has been given them.
+        self._scaled: set[str] = set()
         self._shown_own: set[str] = set()
         self.used: set[str] = set()
 

@@ -1,10 +1,11 @@
-"""How a step is undone after an error: what is undone, and in which order, is said here and nowhere else.
+"""How a step is undone after an error: what its runs have done to models, devices, the host and counters, in order.
 
     undo_passes    an error was raised in a run, and the model's code still counts as the engine's: `run.running`
     undo_run       then, before any remedy: `recovery.Recovery.recover`
     undo_step      the error is raised and drops the step, or other weights are loaded: `step.Step.drop`
 
-What updates have changed is never undone: after the first one the engine cannot go on.
+What updates have changed is never undone: after the first one the engine cannot go on. The budget of a remedy that did not
+help is put back by `retry_budget`.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ def undo_run(context: StepContext, outcome: Outcome, keeps_earlier_runs: bool) -
             pass of this one has added to them.
     """
     executor = context.executor
+    discards_gradients = executor.backward_begun or not keeps_earlier_runs
     if executor.backward_begun:
         context.step_gradients.pop_received()
     if keeps_earlier_runs:
         executor.free_run()
     else:
         executor.free_step()
-    discards_gradients = executor.backward_begun or not keeps_earlier_runs
     if discards_gradients and not comes_after_updates(context, outcome):
         context.runtime.updater.discard()
 

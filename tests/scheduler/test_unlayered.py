@@ -26,7 +26,7 @@ DEFERRED = "I2 I0 F0.0 E0 I1 L1.0 O1 E1 I0 B0.0 G1 O0 E0 G0 O2 G2 E2 N U0 U1 U2"
 
 def with_uncalled(packing: Packing) -> Packing:
     number = len(packing.packs)
-    pack = Pack(number, (), (), (), ("unused",), 0, 0, True)
+    pack = Pack(number, (), (), (), ("unused",), 0, 0, False)
     return replace(packing, packs=(*packing.packs, pack), uncalled=number)
 
 

@@ -264,7 +264,7 @@ class _Walk:
         _require(not self._norm_missing, "updated before the norm is known")
         on_device = task.kind is TaskKind.UPDATE_ON_DEVICE
         there = on_device or (self._out[task.pack] > 0 and task.pack not in self._gathered | self._apart)
-        there = there or task.pack == self._packing.uncalled or not self._packing.packs[task.pack].needs_backward
+        there = there or not self._packing.packs[task.pack].needs_backward
         first = not self._updated[task.pack] and not self._unfinished(task)
         right = on_device == (task.pack in self._resident)
         _require(there and first and right, "updated early, twice or in the wrong place")
