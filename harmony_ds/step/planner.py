@@ -98,6 +98,7 @@ class Planner:
         self._least_share = 1.0  # of the largest micro-batch that was measured, what others have of its elements
         self._check_allocator = False  # whether the plan was found before that was known
         self._may_leave_free = saved is None  # whether a plan may fit beside more of it
+        self._margin_bytes = 0  # that steps have taken beside what was planned
         self._before_bytes: int | None = None  # on the device when the first plan was made
         self._host_bytes: int | None = None  # of the host there were for what waits there then; None: not known
         self.choices: tuple[Choice, ...] = ()
@@ -328,7 +329,7 @@ class Planner:
         failure: DoesNotFitError | None = None
         before, plan = self._sized, self.plan or self._saved
         for measured in self.sizes.measured(sample, WHOLE if plan is None else Sizes.from_policy(plan.policy)):
-            sized = measured if before is None else measured.after(before)
+            sized = measured.with_margin(self._margin_bytes) if before is None else measured.after(before)
             table = self._agreed(sized.table)
             if not table.calls:
                 raise ModelError(
@@ -400,9 +401,10 @@ class Planner:
                     fitting = Fitting(search_with(leaving(less, fragment_bytes)), fragment_bytes)
                 self._fragment_bytes = fitting.fragment_bytes
                 return fitting.choices
-            if thorough:
-                self._fragment_bytes, self._left_free_bytes, self._may_leave_free = 0, 0, False
-        return self._search(graph, costs, replace(self.request(graph, group_size, sizes), thorough=thorough))
+        choices = self._search(graph, costs, replace(self.request(graph, group_size, sizes), thorough=thorough))
+        if thorough and fragment_bytes + self._left_free_bytes:  # it takes all of the budget
+            self._fragment_bytes, self._left_free_bytes, self._may_leave_free = 0, 0, False
+        return choices
 
     def _search(self, graph: LayerGraph, costs: CostTable, request: PlanRequest) -> tuple[Choice, ...]:
         """Return the best plans for what is asked, see `_choose`."""
@@ -578,6 +580,7 @@ class Planner:
             f"{self.plan.peak_bytes + excess:,}",
             f"{excess:,}",
         )
+        self._margin_bytes += excess
         self._sized, self._outgrown = self._sized.with_margin(excess), True
 
 

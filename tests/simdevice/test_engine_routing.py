@@ -114,7 +114,7 @@ def test_a_step_above_its_plan_is_logged_and_the_next_plan_covers_it(caplog: pyt
 
 
 def test_a_plan_with_its_margin_that_does_not_fit_any_more_is_an_error_before_the_step() -> None:
-    engine, device = engine_of_rows(Square(), pack_layers=1, micro_batch=ROWS, tokens="off")  # calls are not cut either
+    engine, device = engine_of_rows(Square(), pack_layers=1)
     usual, unusual = {"inputs": -torch.ones(ROWS, WIDTH)}, {"inputs": torch.ones(ROWS, WIDTH)}
     engine.train_batch(iter([usual, unusual]))
     weights = {name: p.detach().clone() for name, p in engine.module.named_parameters()}

@@ -69,6 +69,16 @@ def test_where_no_plan_fits_beside_fragments_one_without_runs() -> None:
         assert engine.memory_report().beside_bytes == 0
 
 
+def test_calls_that_are_cut_until_a_plan_fits_leave_fragments_free_and_more_where_steps_need_it() -> None:
+    frugal = {"pack_layers": 1, "stash": "host", "prefetch": False}
+    smallest = peak_of(CpuDevice(2**30), **frugal)
+    with engine_on(Fragmented(smallest - 1), **frugal) as engine:
+        planner = engine._state.planner
+        assert planner.rows.cuts
+        assert engine.memory_report().beside_bytes == planner.costs[0].working_bytes // 2
+        assert planner.leave_more_free()
+
+
 def test_the_pool_is_filled_where_one_request_more_could_exceed_the_budget() -> None:
     frugal = {"pack_layers": 1, "stash": "host", "prefetch": False}
     with engine_on(CpuDevice(2**30), **frugal) as engine:
