@@ -104,6 +104,7 @@ def _forecast_json(now: Forecast) -> dict[str, Any]:
         "bottleneck": now.prediction.bottleneck,
         "busy_share": dict(now.busy_share),
         "device_peak_bytes": now.plan.peak_bytes,
+        "device_reserved_bytes": now.choice.reserved_bytes,
         "device_budget_bytes": now.survey.request.budget_bytes,
         "host_bytes": dict(now.host_bytes),
         "host_budget_bytes": now.host_budget_bytes,
@@ -278,7 +279,10 @@ def _show(answer: Answer, note: str) -> None:
 
 def _show_forecast(now: Forecast, unit: str) -> None:
     """Print the forecast, one labelled paragraph for each thing that it says."""
-    _show_line("device", f"{amount(now.plan.peak_bytes)}{_bound(now.survey.request.budget_bytes)}: fits")
+    device = f"{amount(now.plan.peak_bytes)}{_bound(now.survey.request.budget_bytes)}: fits"
+    if now.choice.reserved_bytes is not None:
+        device += f"; torch's allocator has to reserve {amount(now.choice.reserved_bytes)}"
+    _show_line("device", device)
     fits = "does not fit" if now.host_missing_bytes else "fits"
     kinds = ", ".join(f"{kind} {amount(nbytes)}" for kind, nbytes in now.host_bytes.items() if nbytes)
     _show_line("host", f"{amount(now.host_total_bytes)}{_bound(now.host_budget_bytes)}: {fits} ({kinds})")

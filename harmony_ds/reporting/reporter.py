@@ -97,6 +97,7 @@ class Reporter:
             counted="plan" if device.torch_device.type == "cpu" else "allocator",
             beside_bytes=self._planner.beside_bytes,
             reserved_bytes=device.reserved_bytes(),
+            planned_reserved_bytes=None if plan is None else self._planner.choices[0].reserved_bytes,
             allocator_retries=device.allocator_retries(),
             disk_bytes=sum(disk.file.nbytes for disk in (store.disk, store.disk_weights) if disk is not None),
         )

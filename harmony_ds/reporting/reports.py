@@ -12,6 +12,7 @@ from harmony_ds.scheduler.swaps import Swaps
 from harmony_ds.scheduler.tiles import Tiles
 
 _ALTERNATIVES, _DIFFERENCE = 3, 0.01
+_GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,8 @@ class MemoryReport:
             tensors that were on the device before.
         reserved_bytes: the most that torch's caching allocator has held on a device, in use or not, since the same time as
             `device_peak_bytes`; None: the device has no such allocator.
+        planned_reserved_bytes: what that allocator has to reserve for the plan, as planning's replay of the plan's requests
+            says; None: not replayed.
         allocator_retries: how often, since the engine was made, that allocator had no room for a request until it gave back
             all memory that nothing used.
     """
@@ -119,6 +122,7 @@ class MemoryReport:
     device_peaks: tuple[int, ...] = ()
     disk_bytes: int = 0
     reserved_bytes: int | None = None
+    planned_reserved_bytes: int | None = None
     allocator_retries: int = 0
 
     def __str__(self) -> str:
@@ -132,7 +136,13 @@ class MemoryReport:
         if len(self.device_peaks) > 1:
             lines.append(f"each device {', '.join(map(amount, self.device_peaks))}")
         if self.reserved_bytes is not None:
-            lines.append(f"reserved by the allocator {amount(self.reserved_bytes)}, retries {self.allocator_retries:,}")
+            beyond = _beyond(self.reserved_bytes, self.planned_peak_bytes)
+            lines.append(
+                f"reserved by the allocator {amount(self.reserved_bytes)} ({beyond}), retries {self.allocator_retries:,}"
+            )
+        if self.planned_reserved_bytes is not None:
+            beyond = _beyond(self.planned_reserved_bytes, self.planned_peak_bytes)
+            lines.append(f"to be reserved for the plan {amount(self.planned_reserved_bytes)} ({beyond}), as replayed")
         kinds = [(nbytes, kind) for kind, nbytes in self.host_bytes.items() if nbytes]
         host = ", ".join(f"{kind} {amount(nbytes)}" for nbytes, kind in sorted(kinds, reverse=True))
         lines.append(f"host {amount(sum(self.host_bytes.values()))}{': ' if host else ''}{host}")
@@ -204,8 +214,12 @@ class PlanReport:
             f"the device computes {1 - prediction.idle_share:.0%} of the time",
             f"  device peak   {amount(best.peak_bytes)} planned, {amount(self.device_peak_bytes)} measured "
             f"({self.peak_error:+.1%})",
-            f"  swapped       {amount(self.planned.total)} planned, {amount(self.swapped_bytes)} counted",
         ]
+        reserved_bytes = self.choices[0].reserved_bytes
+        if reserved_bytes is not None:
+            beyond = _beyond(reserved_bytes, best.peak_bytes)
+            lines.append(f"  allocator     {amount(reserved_bytes)} to be reserved ({beyond}), as replayed")
+        lines.append(f"  swapped       {amount(self.planned.total)} planned, {amount(self.swapped_bytes)} counted")
         if self.deviation:
             lines.append(f"  last step     {duration(self.last_step_ms)}, not as planned: {self.deviation}")
         tiles = Tiles.from_policy(best.policy)
@@ -233,6 +247,11 @@ class PlanReport:
             if len(shown) <= _ALTERNATIVES and all(_differ(choice, one) for one in shown):
                 shown.append(choice)
         return tuple(shown[1:])
+
+
+def _beyond(reserved_bytes: int, planned_bytes: int) -> str:
+    """Return the bytes that the allocator reserves beyond the plan's peak, in GiB for people."""
+    return f"{(reserved_bytes - planned_bytes) / _GIB:+.2f} GiB beyond the planned peak"
 
 
 def _step_ms(choice: Choice) -> float:

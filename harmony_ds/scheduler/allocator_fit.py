@@ -79,12 +79,14 @@ def search_fitting(
     last: Fitting | None = None
     for _ in range(_SEARCHES):
         try:
-            found = search(leaving(request, fragment_bytes))
+            found = _replayed(search(leaving(request, fragment_bytes)), request, costs, least_share)
         except DoesNotFitError:
             if last is None:
                 raise
             break
-        place, needed_bytes = _first_served(found, request, costs, least_share)
+        place = _first_served(found, limit_bytes)
+        needed_bytes = found[place or 0].reserved_bytes
+        assert needed_bytes is not None
         if place is None:
             if best is not None:
                 break
@@ -135,17 +137,26 @@ def _pool_bytes(request: PlanRequest) -> int:
     return max(0, request.budget_bytes - SEGMENT_BYTES)
 
 
-def _first_served(
+def _replayed(
     choices: tuple[Choice, ...], request: PlanRequest, costs: CostTable, least_share: float
-) -> tuple[int | None, int]:
-    """Return the place of the first of the choices that are as fast as the best which the allocator can serve, and what has
-    to be reserved for it; None: there is none, and what has to be reserved for the best.
+) -> tuple[Choice, ...]:
+    """Return the choices with what has to be reserved for those that are as fast as the best, up to the first one that the
+    allocator can serve.
     """
-    needed: list[int] = []
-    for place, choice in enumerate(choices):
+    replayed: list[Choice] = []
+    for choice in choices:
         if choice.prediction.step_ms > _AS_FAST * choices[0].prediction.step_ms:
             break
-        needed.append(_needed_bytes(choice.plan, request, costs, least_share))
-        if needed[-1] <= _limit_bytes(request):
-            return place, needed[-1]
-    return None, needed[0]
+        needed_bytes = _needed_bytes(choice.plan, request, costs, least_share)
+        replayed.append(replace(choice, reserved_bytes=needed_bytes))
+        if needed_bytes <= _limit_bytes(request):
+            break
+    return (*replayed, *choices[len(replayed) :])
+
+
+def _first_served(choices: tuple[Choice, ...], limit_bytes: int) -> int | None:
+    """Return the place of the first choice for which no more has to be reserved; None: there is none."""
+    for place, choice in enumerate(choices):
+        if choice.reserved_bytes is not None and choice.reserved_bytes <= limit_bytes:
+            return place
+    return None

@@ -92,11 +92,17 @@ fits, so that another trial may find room for more.
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A plan that fits, what it will take, and how it was found."""
+    """A plan that fits, what it will take, and how it was found.
+
+    Attributes:
+        reserved_bytes: what the device's caching allocator has to reserve for the plan, as a replay of its requests says
+            (`allocator_fit`); None: not replayed.
+    """
 
     plan: Plan
     prediction: Prediction
     reason: str
+    reserved_bytes: int | None = None
 
 
 def search(

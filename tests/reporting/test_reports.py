@@ -17,6 +17,7 @@ def choice(step_ms: float, peak_bytes: int, reason: str = "a plan") -> Any:
         plan=plan,
         prediction=SimpleNamespace(step_ms=step_ms, bottleneck="link", idle_share=0.25),
         reason=reason,
+        reserved_bytes=None,
     )
 
 
@@ -62,6 +63,21 @@ def test_a_memory_report_names_what_takes_most_first_and_nothing_that_takes_noth
         "host 5.5 GiB: optimizer 4.0 GiB, weights 1.0 GiB, gradients 512.0 MiB",
         "disk 5.0 GiB",
     ]
+
+
+def test_reports_say_what_the_allocator_reserves_beyond_the_plan() -> None:
+    report = MemoryReport(
+        GIB, 2 * GIB, 3 * GIB, {}, "allocator", reserved_bytes=11 * GIB // 4, planned_reserved_bytes=9 * GIB // 4
+    )
+    assert str(report).splitlines()[1:3] == [
+        "reserved by the allocator 2.8 GiB (+0.75 GiB beyond the planned peak), retries 0",
+        "to be reserved for the plan 2.2 GiB (+0.25 GiB beyond the planned peak), as replayed",
+    ]
+    best = choice(17.0, 2 * GIB)
+    assert "allocator" not in str(plan_report(best))
+    best.reserved_bytes = 9 * GIB // 4
+    lines = str(plan_report(best)).splitlines()
+    assert lines[3] == "  allocator     2.2 GiB to be reserved (+0.25 GiB beyond the planned peak), as replayed"
 
 
 def test_a_swap_report_is_sorted_by_bytes() -> None:

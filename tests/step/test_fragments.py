@@ -107,8 +107,12 @@ def test_measuring_records_what_the_allocator_has_to_serve() -> None:
         assert [bool(call.forward and call.propagate) for call in costs.allocations.calls] == [True] * len(costs.calls)
         weights = [call.sums for call in costs.allocations.calls]
         assert sum(map(sum, weights)) >= 4 * sum(parameter.numel() for parameter in engine.module.parameters())
+        report, reserved_bytes = engine.memory_report(), engine._state.planner.choices[0].reserved_bytes
+        assert report.planned_reserved_bytes == reserved_bytes
+        assert reserved_bytes is not None and reserved_bytes > report.planned_peak_bytes
     with engine_on(CpuDevice(2**30)) as engine:
         assert engine._state.planner.costs[0].allocations is None
+        assert engine.memory_report().planned_reserved_bytes is None
 
 
 def test_a_plan_is_replayed_again_when_micro_batches_differ_in_size(monkeypatch: pytest.MonkeyPatch) -> None:
