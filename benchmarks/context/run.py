@@ -78,7 +78,7 @@ def train(length: int, budget: int, mode: str) -> dict[str, Any]:
         "peak_bytes": report.device_peak_bytes,
         "planned_bytes": report.planned_peak_bytes,
         "tile_tokens": policy.tile_tokens,
-        "boundaries_on_host": policy.boundaries_on_host,
+        "crossing_on_host": policy.crossing_on_host,
     }
 
 

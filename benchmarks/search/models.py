@@ -64,13 +64,13 @@ def random_model(seed: int, layers: int, micro_batches: int | None = None) -> Mo
 
 def _call(draw: Random, numel: int, pace: float) -> CallCost:
     forward_ms = pace * numel / 1e6 * 20 ** draw.uniform(-0.5, 0.5)
-    boundary = int(2**20 * 20 ** draw.random())
-    graph = int(boundary * draw.uniform(2, 12))
+    crossing = int(2**20 * 20 ** draw.random())
+    graph = int(crossing * draw.uniform(2, 12))
     return CallCost(
-        waiting=WaitingBytes(alive_bytes=boundary),
-        stash=StashBytes(new_bytes=boundary),
-        forward=ForwardBytes(peak_bytes=boundary * 2, graph_bytes=graph, kept_graph_bytes=graph),
-        backward=BackwardBytes(input_gradient_bytes=boundary, peak_bytes=graph + boundary),
+        waiting=WaitingBytes(alive_bytes=crossing),
+        stash=StashBytes(new_bytes=crossing),
+        forward=ForwardBytes(peak_bytes=crossing * 2, graph_bytes=graph, kept_graph_bytes=graph),
+        backward=BackwardBytes(input_gradient_bytes=crossing, peak_bytes=graph + crossing),
         needs_backward=True,
         forward_ms=forward_ms,
         backward_ms=forward_ms * 3,

@@ -31,7 +31,7 @@ from harmony_ds.model.intercept import Interception
 from harmony_ds.model.joined import Joins
 from harmony_ds.model.layer_call import LayerCalls
 from harmony_ds.model.random_streams import RandomStreams
-from harmony_ds.offload.boundaries import Boundaries
+from harmony_ds.offload.crossing_tensors import CrossingTensors
 from harmony_ds.offload.disk import DiskFile, DiskMasters
 from harmony_ds.offload.disk_weights import DiskWeights
 from harmony_ds.offload.host_gradients import HostGradients
@@ -314,7 +314,7 @@ def _make_runtime(
         residency=residency,
         resident_packs=resident_packs,
         stash=stash,
-        boundaries=Boundaries(device, ledger, stash),
+        crossing_tensors=CrossingTensors(device, ledger, stash),
         host_gradients=gradients,
         optimizer=host_optimizer,
         updater=updater,

@@ -63,7 +63,7 @@ class Forecast:
     def host_bytes(self) -> Mapping[str, int]:
         """Host bytes while the plan runs, by kind; weights and optimizer state once, the rest for each process."""
         waiting, devices = waiting_of(self.plan, self.survey.costs), self.plan.policy.devices
-        stash_bytes = waiting.stash_bytes + waiting.boundary_bytes
+        stash_bytes = waiting.stash_bytes + waiting.crossing_bytes
         waits = {"gradients": devices * waiting.gradient_bytes, "stash": devices * stash_bytes}
         return {**_state_bytes(self.survey), **waits}
 

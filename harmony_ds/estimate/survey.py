@@ -33,7 +33,7 @@ from harmony_ds.profiling.profiler import IN_LAYERS, SEVERAL, TOKENS
 from harmony_ds.profiling.roofline import RooflineClock, on_meta
 from harmony_ds.profiling.sample import Sample
 from harmony_ds.runtime.micro_batch import loss_of
-from harmony_ds.scheduler.choose import PlanRequest, make_plan, may_move_boundaries
+from harmony_ds.scheduler.choose import PlanRequest, make_plan, may_move_crossing
 from harmony_ds.scheduler.costs import CostTable
 from harmony_ds.scheduler.packing import ElementBytes, Packer
 from harmony_ds.scheduler.partition import uniform_bounds
@@ -202,8 +202,8 @@ def _smallest_peak_bytes(
 def frugal_policy(policy: Policy, request: PlanRequest) -> Policy:
     """Return the policy with all on the host that may wait there, nothing kept and no graphs."""
     away = 0 if request.settings.stash == "device" else ALL_PACKS
-    moves = may_move_boundaries(request)
-    return replace(policy, stash_on_host=away, boundaries_on_host=moves, kept=(), graphs=())
+    moves = may_move_crossing(request)
+    return replace(policy, stash_on_host=away, crossing_on_host=moves, kept=(), graphs=())
 
 
 def _in_dtype_of(subject: Subject, config: Config) -> Config:

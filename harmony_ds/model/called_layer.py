@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from harmony_ds.decomposer.find import Layer
 from harmony_ds.model.arguments import Arguments, CallOutputs, collect, contents, has_changed
-from harmony_ds.model.boundary import cut, targets_of
 from harmony_ds.model.buffers import reads_statistics, updates_statistics, versions
 from harmony_ds.model.caches import restore_caches, snapshot_caches
+from harmony_ds.model.graph_cut import cut, targets_of
 from harmony_ds.model.installed import LayerParameters
 from harmony_ds.model.intercept import ContextFactory, Request
 from harmony_ds.model.layer_tiles import LayerRun, LayerTiles

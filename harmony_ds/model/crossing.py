@@ -13,10 +13,10 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from harmony_ds.model.boundary import targets_of
+from harmony_ds.model.graph_cut import targets_of
 from harmony_ds.model.inter_layer import InterLayerGraph
 from harmony_ds.model.slices import parts_over, whole_over
-from harmony_ds.offload.boundaries import BoundaryValue, is_dense
+from harmony_ds.offload.crossing_tensors import CrossingMemory, is_dense
 from harmony_ds.offload.stash import Stash
 
 
@@ -32,7 +32,7 @@ class WaitingValues:
 
     def crossing(
         self, arguments: Sequence[Tensor], inter_layer: InterLayerGraph, stash: Stash
-    ) -> Iterator[BoundaryValue]:
+    ) -> Iterator[CrossingMemory]:
         """Yield what may leave the device while the micro-batch waits at a layer call.
 
         Args:
@@ -62,7 +62,7 @@ def _is_own(tensor: Tensor, inter_layer: InterLayerGraph) -> bool:
     return node is not None and (targets_of(node) is not None or inter_layer.newest_call_before(node) >= 0)
 
 
-def _value_of(tensors: list[Tensor], stash: Stash) -> BoundaryValue | None:
+def _value_of(tensors: list[Tensor], stash: Stash) -> CrossingMemory | None:
     """Return the value of which `tensors` are all that there is; None: there is more, or the stash needs its memory."""
     storage = tensors[0].untyped_storage()
     whole = next((one for one in tensors if one.nbytes == storage.nbytes() and is_dense(one)), None)
@@ -70,4 +70,4 @@ def _value_of(tensors: list[Tensor], stash: Stash) -> BoundaryValue | None:
         return None
     references: int = torch._C._storage_Use_Count(storage._cdata)
     known = len(tensors) + stash.copies_leaving(storage) + 1  # and `storage`
-    return BoundaryValue(whole, [one for one in tensors if one is not whole]) if references == known else None
+    return CrossingMemory(whole, [one for one in tensors if one is not whole]) if references == known else None

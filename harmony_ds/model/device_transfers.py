@@ -1,11 +1,11 @@
 """Copies of tensors between the devices that one process drives.
 
 A layer's arguments move to the layer's device when it is called, or before (MOVE). Between layers, operands on different
-devices move to the device of the last layer that ran; a tensor that is changed in place stays. A crossing is part of the
+devices move to the device of the last layer that ran; a tensor that is changed in place stays. A transfer is part of the
 autograd graph: its gradient crosses back.
 
-    MOVE, or the call     argument --Crossing--> argument of the layer     copied by the PEER stream
-    backward, MOVE_BACK   gradient <--Crossing-- gradient
+    MOVE, or the call     argument --Transfer--> argument of the layer     copied by the PEER stream
+    backward, MOVE_BACK   gradient <--Transfer-- gradient
 
 CUDA devices are told by `tensor.device`. Devices that are one to torch (CPU devices, logical devices of one GPU) are told
 by an attribute that a tensor gets when it is made.

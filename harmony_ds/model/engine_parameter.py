@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
 from harmony_ds.errors import ModelError, UnsupportedError
-from harmony_ds.model.boundary import raise_explained
+from harmony_ds.model.graph_cut import raise_explained
 from harmony_ds.model.link import Owner, ParameterLink
 from harmony_ds.model.packed_gate import gated
 from harmony_ds.model.patching import patched

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from harmony_ds.model.boundary import next_nodes, propagate, reachable_nodes, targets_of
+from harmony_ds.model.graph_cut import next_nodes, propagate, reachable_nodes, targets_of
 from harmony_ds.model.targets import GradientTarget, InterLayerGradient, OutputGradient
 
 
@@ -76,7 +76,7 @@ class InterLayerGraph:
         return {(first, latest) for first, latest in used.values() if first < latest}
 
     def newest_call_before(self, root: Node) -> int:
-        """Return the largest call number among the Boundaries that `root` leads to; -1: there is none."""
+        """Return the largest call number among the cut nodes that `root` leads to; -1: there is none."""
         todo = [root]
         while todo:
             node = todo[-1]

@@ -22,12 +22,12 @@ from harmony_ds.decomposer.find import Layer
 from harmony_ds.device.base import PartsToRun
 from harmony_ds.errors import ModelError, UnsupportedError
 from harmony_ds.model.arguments import Arguments, CallOutputs, LayerInputs
-from harmony_ds.model.boundary import cut, propagate
 from harmony_ds.model.buffers import Buffers, clone_buffers, substituted_buffers
 from harmony_ds.model.caches import extract_caches, restore_caches, snapshot_caches
 from harmony_ds.model.called_layer import CalledLayer, copy_with_gradient, cut_outputs, storage_of, storages_of
 from harmony_ds.model.contract import UnseenError
 from harmony_ds.model.device_transfers import DeviceTransfers
+from harmony_ds.model.graph_cut import cut, propagate
 from harmony_ds.model.installed import Installation
 from harmony_ds.model.inter_layer import InterLayerGraph
 from harmony_ds.model.intercept import Request

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_t
 
 from harmony_ds.device.base import PartsToRun
 from harmony_ds.device.live_bytes import EagerDispatchMode
-from harmony_ds.model.boundary import ANCHOR, cut, is_of_autograd_function, propagate, reachable_nodes
+from harmony_ds.model.graph_cut import ANCHOR, cut, is_of_autograd_function, propagate, reachable_nodes
 from harmony_ds.model.intercept import Autocast, ContextFactory
 from harmony_ds.model.own_settings import NOT_PLAIN, SCALARS
 from harmony_ds.model.patching import Item

@@ -1,4 +1,4 @@
-"""Where gradients go that leave one piece of a cut graph: the targets of Boundaries, one for each tensor.
+"""Where gradients go that leave one piece of a cut graph: the targets of cut nodes, one for each tensor.
 
 OutputGradient       an output of a layer call: its gradient is kept until the call's backward pass, which begins from it
 InterLayerGradient   an input that code between layers has computed: kept until that code's graph is propagated through
@@ -17,7 +17,7 @@ from harmony_ds.errors import ModelError
 
 
 class GradientTarget(Protocol):
-    """What a Boundary hands the gradients of one tensor to, one from each use of the tensor."""
+    """What a cut node hands the gradients of one tensor to, one from each use of the tensor."""
 
     def add(self, gradient: Tensor) -> None:
         """Receive a gradient, during a backward pass."""

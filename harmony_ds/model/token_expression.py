@@ -21,7 +21,7 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from harmony_ds.device.base import PartsToRun
 from harmony_ds.errors import ModelError, UnsupportedError
-from harmony_ds.model.boundary import ANCHOR, cut, propagate
+from harmony_ds.model.graph_cut import ANCHOR, cut, propagate
 from harmony_ds.model.intercept import Autocast, handled_by
 from harmony_ds.model.targets import GradientSum
 

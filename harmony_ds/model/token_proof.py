@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from harmony_ds.device.live_bytes import tensors_among
 from harmony_ds.model.arguments import PLAIN
-from harmony_ds.model.boundary import is_of_autograd_function, reachable_nodes
+from harmony_ds.model.graph_cut import is_of_autograd_function, reachable_nodes
 from harmony_ds.model.own_settings import CONTAINERS, refill
 from harmony_ds.model.patching import patched
 from harmony_ds.model.random_streams import read_python_state, set_python_state

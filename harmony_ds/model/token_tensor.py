@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from harmony_ds.errors import UnsupportedError
-from harmony_ds.model.boundary import in_autograd_function
+from harmony_ds.model.graph_cut import in_autograd_function
 from harmony_ds.model.intercept import Autocast
 from harmony_ds.model.token_expression import (
     Applied,

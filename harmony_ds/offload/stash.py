@@ -1,9 +1,9 @@
 """The stash: inputs of layer calls, kept from forward to backward, on the device or the host as the plan says.
 
 Inputs that require no gradient (masks, position ids, rotary tables: small, and used by every layer) stay on the device.
-A tensor that several calls use is stashed once. A tensor that was on the host between two packs (`boundaries`) has a copy
-there already, which its calls' stash takes over. Device memory of a tensor that something else still refers to is freed
-only with its last reference.
+A tensor that several calls use is stashed once. A tensor that was on the host between two packs (`crossing_tensors`) has
+a copy there already, which its calls' stash takes over. Device memory of a tensor that something else still refers to is
+freed only with its last reference.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class StashEntry:
         self.host_tensor: Tensor | None = None
         self.buffer: HostBuffer | None = None  # of the host tensor
         self.arrived: Event | None = None  # after the last copy, if nothing has waited for it
-        self.crossed = False  # the copy on the host is a boundary's, too: it outlives a swap-out
+        self.crossed = False  # the copy on the host is a crossing tensor's, too: it outlives a swap-out
         self.users = 0  # layer calls that will be recomputed with it
         # Of them, those of each pack that it was asked back for, the pack that runs first at the front.
         self.due: list[int] = []
@@ -116,7 +116,7 @@ class Stash:
                 self._wait_for(entry.arrived, entry)
             entry.device_tensor = None
 
-    def copy_for_boundary(self, tensor: Tensor) -> tuple[StashEntry, bool]:
+    def copy_for_crossing(self, tensor: Tensor) -> tuple[StashEntry, bool]:
         """Return the entry of a tensor that is to wait on the host between two packs, and whether it is copied there now.
 
         The copies are issued on the swap-out stream, which has to wait for what makes the tensor.

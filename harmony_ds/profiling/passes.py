@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from harmony_ds.decomposer.find import Layer
-from harmony_ds.model.boundary import explaining_errors, on_one_thread, reachable_nodes
 from harmony_ds.model.checkpointing import checkpoints_bypassed
+from harmony_ds.model.graph_cut import explaining_errors, on_one_thread, reachable_nodes
 from harmony_ds.model.inter_layer import InterLayerGraph
 from harmony_ds.model.intercept import Request, handled_by
 from harmony_ds.model.recorded_call import RecordedCall

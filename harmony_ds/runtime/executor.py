@@ -11,8 +11,8 @@
     BACKWARD            run a pack's layer calls again from the stash, last one first, and propagate gradients through each
     BACKWARD_FROM_GRAPH the same, through the graph that was kept
     STASH_OUT, STASH_IN move a micro-batch's stash for a pack to the host, and back
-    BOUNDARY_OUT, _IN   move what a micro-batch holds between two packs to the host, and back; on the way back through the
-                        model: BOUNDARY_GRADIENTS_OUT, _IN
+    CROSSING_OUT, _IN   move what a micro-batch holds between two packs to the host, and back; on the way back through the
+                        model: CROSSING_GRADIENTS_OUT, _IN
     MOVE, MOVE_BACK     move activations, or gradients of them, from one device to another
 
 The handlers of REDUCE, SWAP_OUT, FREE_GRADIENTS, NORM, UPDATE and UPDATE_ON_DEVICE are in `updates`.
@@ -31,8 +31,8 @@ from torch import Tensor, nn
 
 from harmony_ds.device.base import HOME, Stream
 from harmony_ds.errors import ModelError, UnsupportedError
-from harmony_ds.model.boundary import on_one_thread
 from harmony_ds.model.checkpointing import checkpoints_bypassed
+from harmony_ds.model.graph_cut import on_one_thread
 from harmony_ds.model.intercept import Autocast, Request
 from harmony_ds.model.own_settings import TrainedFlags, both_trained, trained_by
 from harmony_ds.model.token_tensor import TokenTensor
@@ -96,10 +96,10 @@ class Executor:
             TaskKind.EVICT: self._evict,
             TaskKind.STASH_OUT: self._stash_out,
             TaskKind.STASH_IN: self._stash_in,
-            TaskKind.BOUNDARY_OUT: self._boundary_out,
-            TaskKind.BOUNDARY_IN: self._boundary_in,
-            TaskKind.BOUNDARY_GRADIENTS_OUT: self._boundary_gradients_out,
-            TaskKind.BOUNDARY_GRADIENTS_IN: self._boundary_in,
+            TaskKind.CROSSING_OUT: self._crossing_out,
+            TaskKind.CROSSING_IN: self._crossing_in,
+            TaskKind.CROSSING_GRADIENTS_OUT: self._crossing_gradients_out,
+            TaskKind.CROSSING_GRADIENTS_IN: self._crossing_in,
             TaskKind.MOVE: self._move,
             TaskKind.MOVE_BACK: self._move_back,
             TaskKind.REDUCE: self._reduce,
@@ -176,11 +176,11 @@ class Executor:
                             unlayered = self._unlayered
                             self._apply_user_settings(task.pack, unlayered)
                             if micro_batch.held_on_host is not None and task.kind in RUNS:
-                                runtime.boundaries.wait(micro_batch.held_on_host)
+                                runtime.crossing_tensors.wait(micro_batch.held_on_host)
                                 micro_batch.held_on_host = None
                             handler(task)
-                            if self._plan.policy.boundaries_on_host and task.kind in RUNS:
-                                runtime.boundaries.free_copied()
+                            if self._plan.policy.crossing_on_host and task.kind in RUNS:
+                                runtime.crossing_tensors.free_copied()
                             for copy in unlayered:
                                 runtime.residency.check_user_settings(copy)
             except BaseException as error:
@@ -238,7 +238,7 @@ class Executor:
         """Free device copies but the `kept`, once all copies that are under way are ordered before."""
         runtime = self._runtime
         runtime.stash.order_streams()
-        runtime.boundaries.discard_copies()
+        runtime.crossing_tensors.discard_copies()
         for pack, copy in list(self._copies.items()):
             if copy not in kept:
                 self._evict_copy(pack)
@@ -385,7 +385,7 @@ class Executor:
             if not self._needs_backward[position]:  # it returned its input when it was measured
                 raise OffPlanError
             micro_batch.calls.append((position, call))
-        if self._plan.policy.boundaries_on_host and request.grad:
+        if self._plan.policy.crossing_on_host and request.grad:
             micro_batch.values.note(tensors_in(outputs))
         return outputs
 
@@ -560,19 +560,19 @@ class Executor:
 
     # ---- between packs
 
-    def _boundary_out(self, task: Task) -> None:
+    def _crossing_out(self, task: Task) -> None:
         micro_batch, runtime = self._micro_batches[task.micro_batch], self._runtime
         if (lane := micro_batch.lane) is not None:
             waiting = micro_batch.values.crossing(lane.argument_tensors(), micro_batch.inter_layer, runtime.stash)
-            micro_batch.held_on_host = runtime.boundaries.swap_out(waiting, ())
+            micro_batch.held_on_host = runtime.crossing_tensors.swap_out(waiting, ())
 
-    def _boundary_gradients_out(self, task: Task) -> None:
+    def _crossing_gradients_out(self, task: Task) -> None:
         micro_batch = self._micro_batches[task.micro_batch]
-        micro_batch.held_on_host = self._runtime.boundaries.swap_out((), micro_batch.waiting_gradients())
+        micro_batch.held_on_host = self._runtime.crossing_tensors.swap_out((), micro_batch.waiting_gradients())
 
-    def _boundary_in(self, task: Task) -> None:
-        if (boundary := self._micro_batches[task.micro_batch].held_on_host) is not None:
-            self._runtime.boundaries.swap_in(boundary)
+    def _crossing_in(self, task: Task) -> None:
+        if (held := self._micro_batches[task.micro_batch].held_on_host) is not None:
+            self._runtime.crossing_tensors.swap_in(held)
 
     # ---- between devices
 

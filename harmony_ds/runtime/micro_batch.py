@@ -12,9 +12,9 @@ from torch import Tensor
 
 from harmony_ds.device.base import Device
 from harmony_ds.errors import BatchError
-from harmony_ds.model.boundary import cut, explaining_errors, reachable_nodes
 from harmony_ds.model.contract import CallState
 from harmony_ds.model.crossing import WaitingValues
+from harmony_ds.model.graph_cut import cut, explaining_errors, reachable_nodes
 from harmony_ds.model.inter_layer import InterLayerGraph
 from harmony_ds.model.intercept import Autocast, ContextFactory, Request
 from harmony_ds.model.own_settings import LaneSettings, in_force
@@ -23,7 +23,7 @@ from harmony_ds.model.targets import GradientSum
 from harmony_ds.model.token_expression import HeadCall
 from harmony_ds.model.token_tensor import TokenTensor
 from harmony_ds.model.trees import map_tensors, tensors_in
-from harmony_ds.offload.boundaries import BoundaryOnHost
+from harmony_ds.offload.crossing_tensors import CrossingOnHost
 from harmony_ds.runtime.lane import Lane
 from harmony_ds.runtime.thread_state import ThreadState
 from harmony_ds.scheduler.plan import Pack
@@ -85,7 +85,7 @@ class MicroBatch:
     sharing: tuple[MicroBatch, ...] = ()
     values: WaitingValues = field(default_factory=WaitingValues)
     """Outputs of its layer calls."""
-    held_on_host: BoundaryOnHost | None = None
+    held_on_host: CrossingOnHost | None = None
     """What it has on the host while it waits between two packs."""
     _cursor: int = 0
     _numbers: int = 0

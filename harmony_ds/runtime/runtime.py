@@ -13,7 +13,7 @@ from harmony_ds.model.installed import Installation
 from harmony_ds.model.joined import Joins
 from harmony_ds.model.layer_call import LayerCalls
 from harmony_ds.model.random_streams import RandomStreams
-from harmony_ds.offload.boundaries import Boundaries
+from harmony_ds.offload.crossing_tensors import CrossingTensors
 from harmony_ds.offload.host_gradients import HostGradients
 from harmony_ds.offload.residency import Residency
 from harmony_ds.offload.stash import Stash
@@ -32,7 +32,7 @@ class Runtime:
     residency: Residency
     resident_packs: ResidentPacks
     stash: Stash
-    boundaries: Boundaries
+    crossing_tensors: CrossingTensors
     host_gradients: HostGradients
     optimizer: HostOptimizer | None
     updater: Updater

@@ -9,7 +9,7 @@ from itertools import combinations, product
 
 from harmony_ds.scheduler.choose import PlanRequest
 from harmony_ds.scheduler.costs import CostTable
-from harmony_ds.scheduler.crossing import boundaries_go
+from harmony_ds.scheduler.crossing import crossing_moves
 from harmony_ds.scheduler.grid import counted
 from harmony_ds.scheduler.packing import Packer
 from harmony_ds.scheduler.partition import BestCuts, Bounds, uniform_bounds
@@ -251,8 +251,8 @@ def describe_policy(packing: Packing, policy: Policy) -> str:
         uses.append(f"stash of {on_host} of {count} packs on the host")
     else:
         uses.append("stash on the host" if on_host else "stash on the device")
-    if boundaries_go(packing, policy):
-        uses.append("boundaries on the host")
+    if crossing_moves(packing, policy):
+        uses.append("crossing tensors on the host")
     if policy.kept:
         uses.append(f"{counted(len(policy.kept), 'pack')} kept")
     if policy.resident:
@@ -278,7 +278,7 @@ def prefetch_choices(request: PlanRequest) -> list[bool]:
 def _stash_counts(packing: Packing, request: PlanRequest) -> list[int]:
     """Return the numbers of forward packs to try with their stash on the host."""
     count = len(packing.forward)
-    if request.policy.boundaries_on_host:
+    if request.policy.crossing_on_host:
         return [count]
     if request.settings.stash != "auto":
         return [count if request.settings.stash == "host" else 0]

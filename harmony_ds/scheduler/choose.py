@@ -14,8 +14,8 @@ from harmony_ds.scheduler.plan import Packing, Plan, Policy
 from harmony_ds.scheduler.profile import Machine
 
 _MOVING = 4
-"""With fewer micro-batches the device holds the boundaries of all at once even where they go to the host: of one that runs,
-one that has left and one that comes back.
+"""With fewer micro-batches the device holds the crossing tensors of all at once even where they go to the host: of one that
+runs, one that has left and one that comes back.
 """
 
 
@@ -62,7 +62,7 @@ class PlanRequest:
         return self.settings.pack_layers is not None
 
 
-def may_move_boundaries(request: PlanRequest) -> bool:
+def may_move_crossing(request: PlanRequest) -> bool:
     """Return whether what waits between packs may go to the host, and the device may hold less by that."""
     policy, stash_may_go = request.policy, request.settings.stash != "device"
     return stash_may_go and policy.grouping and policy.pipeline == 1 and request.micro_batches >= _MOVING

@@ -30,8 +30,8 @@ In brackets: swap-ins issued one pack early, or later by `Policy.swap_in_delays`
 the pack's weights after the step before. The first stash of a pack that waits on the host comes back (T) before the
 last run of the pack before it, the others one run early, so that no run waits for the next pack's weights.
 
-Where boundaries go to the host, what a micro-batch holds between two packs leaves after its run through the one (X forward,
-V backward) and comes back before its run through the other (Y, Z), at the places where its stash would come back:
+Where crossing tensors go to the host, those of a micro-batch leave after its run through one pack (X forward, V backward)
+and come back before its run through the next one (Y, Z), at the places where its stash would come back:
 
     F0.0 X0.0 F0.1 X0.1 Y1.0 F0.2 X0.2 E0   Y1.1 F1.0 X1.0 Y1.2 F1.1 X1.1 ...
 
@@ -48,7 +48,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from harmony_ds.scheduler.crossing import boundaries_go
+from harmony_ds.scheduler.crossing import crossing_moves
 from harmony_ds.scheduler.delays import delay_swap_ins
 from harmony_ds.scheduler.plan import Packing, Policy, Task, TaskKind
 from harmony_ds.scheduler.waves import PackPass, order_tasks
@@ -167,10 +167,10 @@ def stash_moves(packing: Packing, policy: Policy) -> tuple[set[int], set[int]]:
 
 
 def _sends_out(run: Sequence[Task], move: Task) -> bool:
-    """Return whether a run is followed by the task that takes to the host what `move` brings back from a boundary."""
+    """Return whether a run is followed by the task that takes to the host what `move` brings back between two packs."""
     outward = {
-        TaskKind.BOUNDARY_IN: TaskKind.BOUNDARY_OUT,
-        TaskKind.BOUNDARY_GRADIENTS_IN: TaskKind.BOUNDARY_GRADIENTS_OUT,
+        TaskKind.CROSSING_IN: TaskKind.CROSSING_OUT,
+        TaskKind.CROSSING_GRADIENTS_IN: TaskKind.CROSSING_GRADIENTS_OUT,
     }
     kind = outward.get(move.kind)
     return any(task.kind is kind and task.micro_batch == move.micro_batch for task in run)
@@ -209,9 +209,9 @@ class _Composer:
         self._order = group.back
         self._out, self._in = stash_moves(packing, policy)
         self._graphs: set[tuple[int, int]] = set()  # (pack, micro-batch) of which the graph is kept
-        self._boundaries_go = boundaries_go(packing, policy) and len(group.all) > 1
+        self._crossing_moves = crossing_moves(packing, policy) and len(group.all) > 1
         self._coming_back: dict[tuple[bool, int, int], Task] = {}
-        """By pass (whether it is a backward one), pack and micro-batch: what brings its boundary back."""
+        """By pass (whether it is a backward one), pack and micro-batch: what brings its crossing tensors back."""
 
     def forward_alone(self) -> list[PackPass]:
         """Return the forward passes of all packs, none of which is fused, such as `I0 F0.3 E0` and `I1 F1.3 E1`."""
@@ -241,8 +241,8 @@ class _Composer:
         there = [self._forward(index, kept) for index in forward]
         back = [self._end(end), *(self._backward(index) for index in backward[1:])]
         self._add_gradients_out(back, updates=is_last and not policy.deferred_update)
-        if self._boundaries_go:
-            self._add_boundaries_out(there + back)
+        if self._crossing_moves:
+            self._add_crossing_out(there + back)
             self._add_moves_in(there + back)
         else:
             self._add_moves_in(back)
@@ -290,7 +290,7 @@ class _Composer:
             pack_pass.runs.append((m, [Task(kind, index, m)]))
         return pack_pass
 
-    def _add_boundaries_out(self, passes: Sequence[PackPass]) -> None:
+    def _add_crossing_out(self, passes: Sequence[PackPass]) -> None:
         """Add the tasks that take what a micro-batch holds to the host after each of its passes but the last.
 
         A graph that is kept may hold the same tensors: a micro-batch with one stays on the device on its way forward.
@@ -298,9 +298,9 @@ class _Composer:
         with_graphs = {m for _, m in self._graphs}
         for one, following in pairwise(passes):
             if following.is_backward and one.is_backward:
-                out, back, stay = TaskKind.BOUNDARY_GRADIENTS_OUT, TaskKind.BOUNDARY_GRADIENTS_IN, set[int]()
+                out, back, stay = TaskKind.CROSSING_GRADIENTS_OUT, TaskKind.CROSSING_GRADIENTS_IN, set[int]()
             else:
-                out, back, stay = TaskKind.BOUNDARY_OUT, TaskKind.BOUNDARY_IN, with_graphs
+                out, back, stay = TaskKind.CROSSING_OUT, TaskKind.CROSSING_IN, with_graphs
             last_runs = dict(one.runs)  # of those that pass the pack twice, the second run
             for m in dict.fromkeys(m for m, _ in following.runs):
                 if m in last_runs and m not in stay:
@@ -309,7 +309,7 @@ class _Composer:
                     self._coming_back[key] = Task(back, following.pack.index, m)
 
     def _add_moves_in(self, passes: Sequence[PackPass]) -> None:
-        """Add the tasks that bring stashes and boundaries back, each one run before the run that needs it.
+        """Add the tasks that bring stashes and crossing tensors back, each one run before the run that needs it.
 
         What enters: backward passes, such as `B2.0 B2.1 B2.2 | B1.0 B1.1 B1.2`. What leaves, with prefetch:
         `B2.0 B2.1 T1.0 B2.2 | T1.1 B1.0 T1.2 B1.1 B1.2`, where pack 2's stash is on the device; without:
@@ -350,9 +350,9 @@ class _Composer:
         moves: list[Task] = []
         if kind is TaskKind.BACKWARD and self._stash_is_away(index, micro_batch):
             moves.append(Task(TaskKind.STASH_IN, index, micro_batch))
-        boundary = self._coming_back.pop((pack_pass.is_backward, index, micro_batch), None)
-        if boundary is not None:
-            moves.append(boundary)
+        crossing = self._coming_back.pop((pack_pass.is_backward, index, micro_batch), None)
+        if crossing is not None:
+            moves.append(crossing)
         return moves
 
     def _add_gradients_out(self, passes: Sequence[PackPass], updates: bool) -> None:

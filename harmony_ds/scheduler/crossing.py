@@ -1,11 +1,12 @@
 """What a micro-batch holds while it waits between two packs and may hold on the host meanwhile: tensors, and their bytes.
 
-Where boundaries go to the host (`Policy.boundaries_on_host`), a micro-batch's tensors leave the device when it has passed
-a pack, and come back before it passes the next one. They are its `CrossingValue`s on the way forward (outputs of layer
-calls that later calls, or the code between them, take), and on the way back the gradients that wait for earlier calls.
+These are its crossing tensors: `CrossingValue`s on the way forward (outputs of layer calls that later calls, or the code
+between them, take), and on the way back the gradients that wait for earlier calls. Where they go to the host
+(`Policy.crossing_on_host`), they leave the device when the micro-batch has passed a pack, and come back before it passes
+the next one.
 
-A value leaves once, in whichever way comes first: with the first boundary that it crosses, or with the stash of a pack
-that recomputes a call from it. The copy on the host serves every later boundary and every later pack's stash.
+A value leaves once, in whichever way comes first: between the first two packs that it crosses, or with the stash of a pack
+that recomputes a call from it. The copy on the host serves between all later packs, and every later pack's stash.
 """
 
 from __future__ import annotations
@@ -48,58 +49,58 @@ def waiting_bytes(values: Sequence[CrossingValue], position: int) -> int:
     return sum(value.nbytes for value in values if value.first <= position <= value.last)
 
 
-def boundaries_go(packing: Packing, policy: Policy) -> bool:
+def crossing_moves(packing: Packing, policy: Policy) -> bool:
     """Return whether what waits between packs goes to the host: where the policy says so, and all of the stash goes, too.
 
-    While a stash stays on the device, one pack's takes as much as a boundary, and moving that is cheaper. Of several
-    devices that one process drives, a micro-batch goes on to the next device instead.
+    While a stash stays on the device, one pack's takes as much as what crosses to the next one, and moving that is cheaper.
+    Of several devices that one process drives, a micro-batch goes on to the next device instead.
     """
     all_stash_goes = 0 < len(packing.forward) <= policy.stash_on_host
-    return policy.boundaries_on_host and all_stash_goes and policy.pipeline == 1 and policy.grouping
+    return policy.crossing_on_host and all_stash_goes and policy.pipeline == 1 and policy.grouping
 
 
-class Crossings:
-    """The bytes that one micro-batch copies at the boundaries of given packs, and at their stash."""
+class CrossingBytes:
+    """The bytes that one micro-batch copies between given packs, and with their stash."""
 
     def __init__(self, packing: Packing, values: Sequence[CrossingValue]) -> None:
         self._values = values
         packs = packing.packs
         forward = [packs[index].positions[0] for index in packing.forward]
-        self._boundaries = [*forward[1:], packing.fused.positions[0]] if forward else []
+        self._pack_begins = [*forward[1:], packing.fused.positions[0]] if forward else []
 
-    def out_bytes(self, boundary: int) -> int:
-        """Return the bytes that are copied to the host at the boundary before the call at position `boundary`."""
+    def out_bytes(self, position: int) -> int:
+        """Return the bytes that are copied to the host before the call at `position`, with which a pack begins."""
         total = 0
         for value in self._values:
-            if value.first <= boundary <= value.last and not self._left_before(value, boundary):
+            if value.first <= position <= value.last and not self._left_before(value, position):
                 total += value.nbytes
         return total
 
-    def in_bytes(self, boundary: int) -> int:
-        """Return the bytes that come back at the boundary before the call at position `boundary`."""
-        return waiting_bytes(self._values, boundary)
+    def in_bytes(self, position: int) -> int:
+        """Return the bytes that come back before the call at `position`, with which a pack begins."""
+        return waiting_bytes(self._values, position)
 
     def copied_before_bytes(self, pack: Pack) -> int:
         """Return how much of a pack's stash is on the host before the stash leaves, so that it needs no copy."""
         total = 0
         first = pack.positions[0]
         for value in self._values:
-            if not any(boundary <= first for boundary in self._crossed(value)):
+            if not any(position <= first for position in self._crossed(value)):
                 continue
             if value.stashed and value.stashed[0] in pack.positions:
                 total += value.nbytes
         return total
 
     def unstashed_bytes(self, packing: Packing) -> int:
-        """Return the most bytes of a micro-batch that wait on the host at a boundary and are part of no stash there."""
+        """Return the most bytes of a micro-batch that wait on the host between two packs and are part of no stash there."""
         stashing = {position for index in packing.forward for position in packing.packs[index].positions}
         unstashed = [value for value in self._values if stashing.isdisjoint(value.stashed)]
-        return max((waiting_bytes(unstashed, boundary) for boundary in self._boundaries), default=0)
+        return max((waiting_bytes(unstashed, position) for position in self._pack_begins), default=0)
 
     def _crossed(self, value: CrossingValue) -> list[int]:
-        return [boundary for boundary in self._boundaries if value.first <= boundary <= value.last]
+        return [position for position in self._pack_begins if value.first <= position <= value.last]
 
-    def _left_before(self, value: CrossingValue, boundary: int) -> bool:
-        """Return whether the value has been copied to the host before a boundary."""
+    def _left_before(self, value: CrossingValue, position: int) -> bool:
+        """Return whether the value has been copied to the host before the one that begins at `position`."""
         crossed = self._crossed(value)
-        return any(earlier < boundary for earlier in (*crossed[:1], *value.stashed[:1]))
+        return any(earlier < position for earlier in (*crossed[:1], *value.stashed[:1]))

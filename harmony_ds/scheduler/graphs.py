@@ -36,9 +36,9 @@ class Graphs:
             peaks: its own, by stage (see `CandidateEstimator.stage_peaks`).
             bytes_of: what a micro-batch adds in each pack.
 
-        None where boundaries wait on the host: a graph may hold the same tensors.
+        None where crossing tensors wait on the host: a graph may hold the same tensors.
         """
-        if not self.wanted or self._budget is None or policy.boundaries_on_host:
+        if not self.wanted or self._budget is None or policy.crossing_on_host:
             return policy
         last = len(packing.forward) + len(packing.backward) - 1
         began = {index: stage for stage, index in enumerate(packing.forward)}
@@ -66,7 +66,7 @@ class Graphs:
 
     def one_more(self, packing: Packing, policy: Policy) -> Iterator[Policy]:
         """Yield `policy` with a graph more in one pack, whether it fits or not."""
-        if policy.boundaries_on_host:
+        if policy.crossing_on_host:
             return
         counts = [*policy.graphs] or [0] * len(packing.backward)
         for index in self._most_worth(packing, policy):

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from harmony_ds.scheduler.crossing import boundaries_go
+from harmony_ds.scheduler.crossing import crossing_moves
 from harmony_ds.scheduler.plan import Plan, Task, TaskKind
 from harmony_ds.scheduler.tiles import Tiles
 
@@ -30,7 +30,7 @@ _HEADINGS = (
     "swap in",
     "runs",
     "stash",
-    "boundary",
+    "crossing",
     "swap out",
     "update",
     "then",
@@ -38,11 +38,11 @@ _HEADINGS = (
 _RIGHT = ("pack", "weights", "gradients")
 _RUNS_AT = _HEADINGS.index("runs")
 _LEGEND = (
-    "swap in, swap out, update: packs. runs, stash, boundary: micro-batches; F forward, L forward, loss and backward,",
+    "swap in, swap out, update: packs. runs, stash, crossing: micro-batches; F forward, L forward, loss and backward,",
     "B recompute and backward; K forward, its graph is kept; P back through that. A kept pack waits on the device for",
     "its backward pass. A pack without a row: parameters outside all layer calls.",
 )
-_MOVES_IN = (TaskKind.STASH_IN, TaskKind.BOUNDARY_IN, TaskKind.BOUNDARY_GRADIENTS_IN)
+_MOVES_IN = (TaskKind.STASH_IN, TaskKind.CROSSING_IN, TaskKind.CROSSING_GRADIENTS_IN)
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
@@ -118,8 +118,8 @@ def _head(plan: Plan) -> Iterator[str]:
         yield str(tiles)
     updates = "when the norm of all gradients is known" if policy.deferred_update else "as gradients arrive"
     yield f"stash {stash}; updates {updates}; swap-ins {'one pack ahead' if policy.prefetch else 'when needed'}"
-    if boundaries_go(packing, policy):
-        yield "what micro-batches hold between two packs (boundaries) waits on the host"
+    if crossing_moves(packing, policy):
+        yield "what micro-batches hold between two packs (crossing tensors) waits on the host"
 
 
 def _pack_runs(plan: Plan) -> tuple[list[_PackRun], Sequence[Task]]:
@@ -155,8 +155,8 @@ def _numbers(tasks: Iterable[Task], kind: TaskKind) -> list[int]:
 def _row(plan: Plan, run: _PackRun, runs: Task) -> tuple[str, ...]:
     pack, numbers = plan.packs[runs.pack], partial(_numbers, run.tasks)
     out, back, updates = numbers(TaskKind.STASH_OUT), numbers(TaskKind.STASH_IN), numbers(TaskKind.UPDATE)
-    boundary_out = numbers(TaskKind.BOUNDARY_OUT) + numbers(TaskKind.BOUNDARY_GRADIENTS_OUT)
-    boundary_in = numbers(TaskKind.BOUNDARY_IN) + numbers(TaskKind.BOUNDARY_GRADIENTS_IN)
+    crossing_out = numbers(TaskKind.CROSSING_OUT) + numbers(TaskKind.CROSSING_GRADIENTS_OUT)
+    crossing_in = numbers(TaskKind.CROSSING_IN) + numbers(TaskKind.CROSSING_GRADIENTS_IN)
     updated: list[str] = []
     if updates:
         updated.append(f"on host {ranges(updates)}")
@@ -173,7 +173,7 @@ def _row(plan: Plan, run: _PackRun, runs: Task) -> tuple[str, ...]:
         ranges(numbers(TaskKind.SWAP_IN)),
         *["" if device != pack.device else ran for device in range(plan.policy.pipeline)],
         _moves(out, back),
-        _moves(boundary_out, boundary_in),
+        _moves(crossing_out, crossing_in),
         ranges(numbers(TaskKind.SWAP_OUT)),
         " ".join(updated),
         "resident" if pack.index in plan.policy.resident else evicted,

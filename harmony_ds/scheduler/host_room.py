@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from harmony_ds.decomposer.graph import slab_bytes
 from harmony_ds.scheduler.costs import CostTable
-from harmony_ds.scheduler.crossing import Crossings, boundaries_go
+from harmony_ds.scheduler.crossing import CrossingBytes, crossing_moves
 from harmony_ds.scheduler.plan import Packing, Plan, Policy, held_transfers
 from harmony_ds.scheduler.swaps import stash_bytes
 
@@ -24,29 +24,29 @@ class Waiting:
 
     gradient_bytes: int
     stash_bytes: int
-    boundary_bytes: int = 0
+    crossing_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
-        return self.gradient_bytes + self.stash_bytes + self.boundary_bytes
+        return self.gradient_bytes + self.stash_bytes + self.crossing_bytes
 
 
 def waiting_of(plan: Plan, costs: CostTable) -> Waiting:
     """Return what waits in host memory while `plan` runs."""
     away = plan.packing.forward[: plan.policy.stash_on_host]
     stash = plan.micro_batches * sum(stash_bytes(plan.packs[index], costs) for index in away)
-    boundaries = plan.micro_batches * _boundary_bytes(plan, costs)
-    return Waiting(gradient_bytes(plan.packing, plan.policy), stash, boundaries)
+    crossing = plan.micro_batches * _crossing_bytes(plan, costs)
+    return Waiting(gradient_bytes(plan.packing, plan.policy), stash, crossing)
 
 
-def _boundary_bytes(plan: Plan, costs: CostTable) -> int:
+def _crossing_bytes(plan: Plan, costs: CostTable) -> int:
     """Return the most that one micro-batch has on the host between two packs, beside its stash."""
     packing = plan.packing
-    if not boundaries_go(packing, plan.policy):
+    if not crossing_moves(packing, plan.policy):
         return 0
     firsts = [packing.packs[index].positions[0] for index in packing.backward]
     gradients = max(costs.crossing_gradient_bytes(first, fused=firsts[-1]) for first in firsts)
-    return max(Crossings(packing, costs.crossing).unstashed_bytes(packing), gradients)
+    return max(CrossingBytes(packing, costs.crossing).unstashed_bytes(packing), gradients)
 
 
 def gradient_bytes(packing: Packing, policy: Policy) -> int:

@@ -2,10 +2,10 @@
 
     host      issues tasks in order; a swap-in makes it wait until the host has updated those weights
     swap_in   I, T, Y, Z     waits for the compute so far, in whose memory it copies; T for the stash that left, Y and Z for
-                             the boundary that left
+                             the crossing tensors that left
     disk      I, where weights come from a disk
-    compute   F, L, B, K, P, D   waits for the weights of its pack, stash and boundary, after a G for the gradients on their
-                             way, and after another run for the boundary that left before that one
+    compute   F, L, B, K, P, D   waits for the weights of its pack, stash and crossing tensors, after a G for the gradients
+                             on their way, and after another run for the crossing tensors that left before that one
     peer      R, A, M, W     waits for the compute so far, or for the device's share of the weights
     swap_out  S, X, V, O     waits for the compute so far, or for the gradients to be reduced
     update    norms, U, R    waits for the gradients to arrive; without grouping, adds up what each micro-batch sends; R is
@@ -28,13 +28,13 @@ from harmony_ds.scheduler.events import Job
 from harmony_ds.scheduler.plan import BACKWARD_KINDS, FORWARD_KINDS, RUNS, Pack, Plan, Task, TaskKind
 from harmony_ds.scheduler.profile import Machine
 from harmony_ds.scheduler.spans import COMPUTE, DISK, HOST, PEER, SWAP_IN, SWAP_OUT, UPDATE, of_device
-from harmony_ds.scheduler.swaps import BoundaryBytes, moved_bytes, stash_bytes
+from harmony_ds.scheduler.swaps import CrossingTaskBytes, moved_bytes, stash_bytes
 
 _STASHING = (TaskKind.FORWARD, TaskKind.FUSED, TaskKind.BACKWARD)
-_BOUNDARIES_OUT = (TaskKind.BOUNDARY_OUT, TaskKind.BOUNDARY_GRADIENTS_OUT)
-_BOUNDARIES_IN = (TaskKind.BOUNDARY_IN, TaskKind.BOUNDARY_GRADIENTS_IN)
-_MOVES_OUT = (TaskKind.STASH_OUT, *_BOUNDARIES_OUT)
-_MOVES_IN = (TaskKind.STASH_IN, *_BOUNDARIES_IN)
+_CROSSING_OUT = (TaskKind.CROSSING_OUT, TaskKind.CROSSING_GRADIENTS_OUT)
+_CROSSING_IN = (TaskKind.CROSSING_IN, TaskKind.CROSSING_GRADIENTS_IN)
+_MOVES_OUT = (TaskKind.STASH_OUT, *_CROSSING_OUT)
+_MOVES_IN = (TaskKind.STASH_IN, *_CROSSING_IN)
 _THROUGH = (*_STASHING, *_MOVES_OUT, *_MOVES_IN)
 STASH_PIECES = 16
 """In so many pieces, at most, the stash of all micro-batches for one pack is simulated."""
@@ -77,10 +77,10 @@ class Lowering:
         self._compute_after: defaultdict[int, list[int]] = defaultdict(list)  # device -> what compute there waits for
         self._leaving: dict[int, int] = {}  # device -> the last stash that left it
         self._stash_out: dict[int, tuple[int, ...]] = {}  # device -> the last stash that was copied to the host
-        self._boundary_bytes = BoundaryBytes(plan.packing, plan.policy, costs)
-        self._boundary_left: dict[int, int] = {}  # micro-batch -> what took its boundary to the host
-        self._boundary_back: dict[int, int] = {}  # micro-batch -> what brings that back
-        self._boundary_leaving: dict[int, int] = {}  # device -> what takes a boundary there to the host
+        self._crossing_bytes = CrossingTaskBytes(plan.packing, plan.policy, costs)
+        self._crossing_left: dict[int, int] = {}  # micro-batch -> what took its crossing tensors to the host
+        self._crossing_back: dict[int, int] = {}  # micro-batch -> what brings that back
+        self._crossing_leaving: dict[int, int] = {}  # device -> what takes crossing tensors there to the host
         self._moved_bytes = moved_bytes(plan.packing, costs.flow)
         self._ran: dict[int, int] = {}  # micro-batch -> what ran it last
         self._moved: dict[tuple[int, int], int] = {}  # (pack, micro-batch) -> what brought it to the pack's device
@@ -114,8 +114,8 @@ class Lowering:
                 self._compute_after[pack.device].append(self._gone[task.pack])
             case TaskKind.STASH_OUT | TaskKind.STASH_IN:
                 self._move_stash(tasks, pack)
-            case kind if kind in _BOUNDARIES_OUT or kind in _BOUNDARIES_IN:
-                self._move_boundary(tasks, pack)
+            case kind if kind in _CROSSING_OUT or kind in _CROSSING_IN:
+                self._move_crossing(tasks, pack)
             case TaskKind.MOVE | TaskKind.MOVE_BACK:
                 self._move(task, self._moved_bytes[task.kind, task.pack])
             case TaskKind.NORM:
@@ -137,7 +137,7 @@ class Lowering:
             self._compute_after[pack.device].append(self._leaving.pop(pack.device))
         nbytes = stash_bytes(pack, self._costs)
         if tasks[0].kind is TaskKind.STASH_OUT:
-            nbytes -= self._boundary_bytes.copied_before_stash(pack)
+            nbytes -= self._crossing_bytes.copied_before_stash(pack)
             left = self._leaving[pack.device] = self._copy_out(tasks, nbytes)
             self._stash_out[pack.device] = (left,)
         else:
@@ -145,17 +145,17 @@ class Lowering:
             done = self._copy_in(tasks, nbytes, (*issued, *self._stash_out.get(pack.device, ())))
             self._stashed.setdefault(pack.index, []).extend([done] * len(tasks))
 
-    def _move_boundary(self, tasks: _Tasks, pack: Pack) -> None:
-        nbytes, device = self._boundary_bytes.of(tasks[0]), pack.device
+    def _move_crossing(self, tasks: _Tasks, pack: Pack) -> None:
+        nbytes, device = self._crossing_bytes.of(tasks[0]), pack.device
         micro_batches = [task.micro_batch for task in tasks]
-        if tasks[0].kind in _BOUNDARIES_OUT:
-            left = self._boundary_leaving[device] = self._copy_out(tasks, nbytes)
-            self._boundary_left.update(dict.fromkeys(micro_batches, left))
+        if tasks[0].kind in _CROSSING_OUT:
+            left = self._crossing_leaving[device] = self._copy_out(tasks, nbytes)
+            self._crossing_left.update(dict.fromkeys(micro_batches, left))
         else:
-            copied = sorted({self._boundary_left[m] for m in micro_batches})
+            copied = sorted({self._crossing_left[m] for m in micro_batches})
             issued = self._host(tasks, len(tasks) * self._machine.task_ms)
             back = self._copy_in(tasks, nbytes, (*issued, *copied))
-            self._boundary_back.update(dict.fromkeys(micro_batches, back))
+            self._crossing_back.update(dict.fromkeys(micro_batches, back))
 
     def _move(self, task: Task, nbytes: int) -> None:
         machine = self._machine
@@ -194,8 +194,8 @@ class Lowering:
         if back:
             del back[: len(tasks)]
         moved = [self._moved.pop((one.pack, one.micro_batch), -1) for one in tasks] if self._moved else []
-        boundaries = {self._boundary_back.pop(one.micro_batch, -1) for one in tasks} if self._boundary_back else set()
-        came = sorted(job for job in (*moved, *boundaries) if job >= 0)
+        crossed = {self._crossing_back.pop(one.micro_batch, -1) for one in tasks} if self._crossing_back else set()
+        came = sorted(job for job in (*moved, *crossed) if job >= 0)
         after = (*arrived, *self._compute_after.pop(pack.device, ()), *stash, *came)
         if (task.kind, task.pack) not in self._times:
             self._times[task.kind, task.pack] = run_ms(task.kind, pack, self._costs)
@@ -205,8 +205,8 @@ class Lowering:
         # One thread issues the work of several devices; that of one was measured with what issuing it takes.
         issue_ms = duration * self._costs.issue_share * (self._plan.policy.pipeline > 1)
         ran = self._compute(tasks, len(tasks) * duration, after, issue_ms)
-        if pack.device in self._boundary_leaving:
-            self._compute_after[pack.device].append(self._boundary_leaving.pop(pack.device))
+        if pack.device in self._crossing_leaving:
+            self._compute_after[pack.device].append(self._crossing_leaving.pop(pack.device))
         if self._plan.policy.pipeline > 1:
             self._ran.update((one.micro_batch, ran) for one in tasks)
 

@@ -20,7 +20,7 @@ from harmony_ds.scheduler.crossing import waiting_bytes
 from harmony_ds.scheduler.pack_bytes import PackBytes, with_stash_on_host
 from harmony_ds.scheduler.plan import Pack, Task, TaskKind
 
-_LEAVE_AFTER_RUNS = (TaskKind.STASH_OUT, TaskKind.BOUNDARY_OUT, TaskKind.BOUNDARY_GRADIENTS_OUT)
+_LEAVE_AFTER_RUNS = (TaskKind.STASH_OUT, TaskKind.CROSSING_OUT, TaskKind.CROSSING_GRADIENTS_OUT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,8 +206,8 @@ class DeviceMemory:
                                  graph of m in p
         S stash out              stash of m for p      all + the copy that leaves       that copy, until the next S or T
         T stash in               the copy that left    all                              returned stash of m for p, until B
-        X, V boundary out        what crosses of m     all + what crosses of m          that, until the next run is over
-        Y, Z boundary in                               all                              what crosses of m, until its run
+        X, V crossing out        what crosses of m     all + what crosses of m          that, until the next run is over
+        Y, Z crossing in                               all                              what crosses of m, until its run
         M move, W move back                            all                              waiting of m
         G free gradients         gradients of p        all
         D update on device                             all + update bytes of p          no gradients of p
@@ -243,8 +243,8 @@ class DeviceMemory:
         self._stash = _BytesByOwner()  # by micro-batch: what of it is on the device, never having left
         self._returned_stash = _BytesByOwner()  # by (pack, micro-batch)
         self._leaving_bytes = 0  # stash on its way to the host
-        self._leaving_boundary_bytes = 0  # the same of a boundary
-        self._returned_boundaries = _BytesByOwner()  # by micro-batch
+        self._leaving_crossing_bytes = 0  # the same of crossing tensors
+        self._returned_crossing = _BytesByOwner()  # by micro-batch
         self._graphs = _BytesByOwner()  # by (pack, micro-batch)
         self._outputs = _BytesByOwner()  # by micro-batch: of the model, until the loss that it shares has been made
         self._set_aside = _BytesByOwner()  # by pack: sums of gradients, while those of one shared loss are added up
@@ -264,7 +264,7 @@ class DeviceMemory:
         compute = self._computing.get(task.kind)
         if compute is not None:
             peak = compute(task, self._view.packs[task.pack])
-            self._leaving_boundary_bytes = 0  # computing goes on when the copy is done
+            self._leaving_crossing_bytes = 0  # computing goes on when the copy is done
             if self._times(task) > 1:  # what running takes is shown by the micro-batches around those it stands for
                 return 0, 0
             return self._weights.total, peak + self._view.costs.margin_bytes + self._gradients.total
@@ -344,7 +344,7 @@ class DeviceMemory:
     def _release_waiting(self, micro_batch: int) -> None:
         """Release what a micro-batch holds while it waits, which running it counts, and what came back of it."""
         self._waiting.release(micro_batch)
-        self._returned_boundaries.release(micro_batch)
+        self._returned_crossing.release(micro_batch)
 
     def _take_stash(self, task: Task, pack: PackBytes) -> int:
         """Release the micro-batch's stash for the pack, which running it backward counts; return its bytes."""
@@ -382,13 +382,13 @@ class DeviceMemory:
                 self._leaving_bytes = 0
                 returning_bytes = self._view.packs[task.pack].returning_bytes
                 self._returned_stash.set((task.pack, task.micro_batch), returning_bytes)
-            case TaskKind.BOUNDARY_OUT | TaskKind.BOUNDARY_GRADIENTS_OUT:
+            case TaskKind.CROSSING_OUT | TaskKind.CROSSING_GRADIENTS_OUT:
                 nbytes = self._crossing_bytes(task)
                 waiting = self._waiting.release(task.micro_batch)
                 self._waiting.set(task.micro_batch, max(0, waiting - nbytes), self._times(task))
-                self._leaving_boundary_bytes = min(waiting, nbytes)
-            case TaskKind.BOUNDARY_IN | TaskKind.BOUNDARY_GRADIENTS_IN:
-                self._returned_boundaries.set(task.micro_batch, self._crossing_bytes(task))
+                self._leaving_crossing_bytes = min(waiting, nbytes)
+            case TaskKind.CROSSING_IN | TaskKind.CROSSING_GRADIENTS_IN:
+                self._returned_crossing.set(task.micro_batch, self._crossing_bytes(task))
             case TaskKind.MOVE:
                 first = self._view.costs.costs[self._view.packs[task.pack].first]
                 self._waiting.set(task.micro_batch, first.waiting.alive_bytes, self._times(task))
@@ -420,14 +420,14 @@ class DeviceMemory:
                 self._gradients.release(index)
 
     def _crossing_bytes(self, task: Task) -> int:
-        """Return the bytes of a micro-batch that a task moves at the boundary between its pack and the next one."""
+        """Return the bytes of a micro-batch that a task moves between its pack and the next one."""
         costs, pack = self._view.costs, self._view.packs[task.pack]
         match task.kind:
-            case TaskKind.BOUNDARY_OUT:
+            case TaskKind.CROSSING_OUT:
                 return waiting_bytes(costs.crossing, pack.last + 1)
-            case TaskKind.BOUNDARY_IN:
+            case TaskKind.CROSSING_IN:
                 return waiting_bytes(costs.crossing, pack.first)
-            case TaskKind.BOUNDARY_GRADIENTS_OUT:
+            case TaskKind.CROSSING_GRADIENTS_OUT:
                 return costs.crossing_gradient_bytes(pack.first, self._view.fused)
             case _:
                 return costs.crossing_gradient_bytes(pack.last + 1, self._view.fused)
@@ -442,8 +442,8 @@ class DeviceMemory:
             + self._stash.total
             + self._returned_stash.total
             + self._leaving_bytes
-            + self._leaving_boundary_bytes
-            + self._returned_boundaries.total
+            + self._leaving_crossing_bytes
+            + self._returned_crossing.total
             + self._graphs.total
             + self._outputs.total
             + self._set_aside.total

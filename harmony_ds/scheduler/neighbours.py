@@ -99,7 +99,7 @@ def _one_use_changed(point: Point, packing: Packing, request: PlanRequest) -> It
     for early in prefetch_choices(request):
         if early != point.prefetch:
             yield replace(point, prefetch=early)
-    if request.settings.stash == "auto" and not request.policy.boundaries_on_host:
+    if request.settings.stash == "auto" and not request.policy.crossing_on_host:
         most = len(point.forward) - 1
         place = sum(bound <= point.first_device_stash for bound in point.forward[1:])
         for other in sorted({place - 1, place + 1, place // 2, (place + most + 1) // 2} - {place}):

@@ -39,10 +39,10 @@ class TaskKind(Enum):
     FREE_GRADIENTS = "G"
     STASH_OUT = "S"
     STASH_IN = "T"
-    BOUNDARY_OUT = "X"
-    BOUNDARY_IN = "Y"
-    BOUNDARY_GRADIENTS_OUT = "V"
-    BOUNDARY_GRADIENTS_IN = "Z"
+    CROSSING_OUT = "X"
+    CROSSING_IN = "Y"
+    CROSSING_GRADIENTS_OUT = "V"
+    CROSSING_GRADIENTS_IN = "Z"
     NORM = "N"
     UPDATE_ON_DEVICE = "D"
     REDUCE = "R"
@@ -208,8 +208,8 @@ class Policy:
     Attributes:
         stash_on_host: how many of the first forward packs have their stashed inputs wait on the host between forward
             and backward (they wait longest); the others' wait on the device.
-        boundaries_on_host: what a micro-batch holds between two packs, outputs of the one or gradients of them, waits on
-            the host until the other one takes it; where all of the stash does, too (see `crossing.boundaries_go`).
+        crossing_on_host: what a micro-batch holds between two packs, outputs of the one or gradients of them, waits on
+            the host until the other one takes it; where all of the stash does, too (see `crossing.crossing_moves`).
         deferred_update: no update before the norm of all gradients is known.
         kept: packs whose weights stay on the device from forward to backward.
         resident: packs that never leave the device: weights, gradients, optimizer state; updated there.
@@ -233,7 +233,7 @@ class Policy:
     prefetch: bool = True
     gradient_slabs: int = 3
     stash_on_host: int = 0
-    boundaries_on_host: bool = False
+    crossing_on_host: bool = False
     deferred_update: bool = True
     kept: tuple[int, ...] = ()
     resident: tuple[int, ...] = ()

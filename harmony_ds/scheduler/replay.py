@@ -10,7 +10,7 @@ task makes the requests that were recorded when the model was measured (`Allocat
     FUSED                         the same, then the loss, then `propagate` of each call, last one first
     BACKWARD                      of each call, last one first: `recompute`, `propagate`; then what is stashed is freed
     BACKWARD_FROM_GRAPH           of each call, last one first: `propagate`
-    STASH_OUT, BOUNDARY_OUT, ...  frees what leaves, once it has been copied; what comes back is requested anew
+    STASH_OUT, CROSSING_OUT, ...  frees what leaves, once it has been copied; what comes back is requested anew
     FREE_GRADIENTS                frees the sums of a pack's gradients, which its first micro-batch has made
 """
 
@@ -45,7 +45,7 @@ class _Lane:
         blocks: by the number of the allocation.
         held: by number, how many calls will be recomputed from it.
         ended: numbers that only those calls hold.
-        stash_on_host, boundary_on_host: by number, bytes, of what has left the device.
+        stash_on_host, crossing_on_host: by number, bytes, of what has left the device.
         gradients: that wait for earlier calls.
         gradients_on_host: bytes of those that have left.
         share: of what was measured, what its tensors take.
@@ -55,7 +55,7 @@ class _Lane:
     held: dict[int, int] = field(default_factory=dict)
     ended: set[int] = field(default_factory=set)
     stash_on_host: dict[int, int] = field(default_factory=dict)
-    boundary_on_host: dict[int, int] = field(default_factory=dict)
+    crossing_on_host: dict[int, int] = field(default_factory=dict)
     gradients: list[Block] = field(default_factory=list)
     gradients_on_host: list[int] = field(default_factory=list)
     share: float = 1.0
@@ -79,7 +79,7 @@ class Replay:
         self._weights: dict[int, Block] = {}  # by pack
         self._sums: dict[int, list[Block]] = {}  # by pack
         self._leaving: list[Block] = []  # stash on its way to the host
-        self._leaving_boundary: list[Block] = []
+        self._leaving_crossing: list[Block] = []
         self._least_share = least_share
         self._chance = random.Random(seed)
         self._last_run = {task.micro_batch: number for number, task in enumerate(plan.tasks) if task.kind in RUNS}
@@ -111,7 +111,7 @@ class Replay:
         """Make the requests of the plan's task of this number."""
         if task.kind in RUNS:
             self._run(task)
-            self._free_all(self._leaving_boundary)
+            self._free_all(self._leaving_crossing)
             if self._last_run[task.micro_batch] == number:
                 self._end_lane(task.micro_batch)
         else:
@@ -242,22 +242,22 @@ class Replay:
                     if nbytes and number not in lane.blocks:
                         lane.blocks[number] = self._malloc(nbytes)
                     lane.ended.add(number)
-            case TaskKind.BOUNDARY_OUT if lane is not None:
+            case TaskKind.CROSSING_OUT if lane is not None:
                 for position in pack.positions:
                     for number in self._allocations.calls[position].outputs:
                         if number in lane.blocks and number not in lane.held:
                             block = lane.blocks.pop(number)
-                            lane.boundary_on_host[number] = block.nbytes
-                            self._leaving_boundary.append(block)
-            case TaskKind.BOUNDARY_IN if lane is not None:
-                for number, nbytes in lane.boundary_on_host.items():
+                            lane.crossing_on_host[number] = block.nbytes
+                            self._leaving_crossing.append(block)
+            case TaskKind.CROSSING_IN if lane is not None:
+                for number, nbytes in lane.crossing_on_host.items():
                     lane.blocks[number] = self._malloc(nbytes)
-                lane.boundary_on_host.clear()
-            case TaskKind.BOUNDARY_GRADIENTS_OUT if lane is not None:
+                lane.crossing_on_host.clear()
+            case TaskKind.CROSSING_GRADIENTS_OUT if lane is not None:
                 lane.gradients_on_host = [block.nbytes for block in lane.gradients]
-                self._leaving_boundary += lane.gradients
+                self._leaving_crossing += lane.gradients
                 lane.gradients = []
-            case TaskKind.BOUNDARY_GRADIENTS_IN if lane is not None:
+            case TaskKind.CROSSING_GRADIENTS_IN if lane is not None:
                 lane.gradients = [self._malloc(nbytes) for nbytes in lane.gradients_on_host]
 
     def _stashed(self, pack: Pack) -> dict[int, None]:

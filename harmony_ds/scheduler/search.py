@@ -13,7 +13,7 @@ many to the few:
    long as they bring better ones.
 4. Choose: the best few that are left are simulated in full, with all micro-batches, and the fastest is the plan.
 
-All of that is done with boundaries on the device; again with boundaries on the host where nothing fits, or where the best
+All of that is done with crossing tensors on the device; again with them on the host where nothing fits, or where the best
 plan is short of memory.
 
 Times are compared in steps of two thousandths; of equally fast plans the one that moves fewer bytes is taken, then the one
@@ -40,7 +40,7 @@ from harmony_ds.scheduler.candidates import (
     first_fitting,
     propose_policies,
 )
-from harmony_ds.scheduler.choose import PlanRequest, among_devices, explain, make_plan, may_move_boundaries
+from harmony_ds.scheduler.choose import PlanRequest, among_devices, explain, make_plan, may_move_crossing
 from harmony_ds.scheduler.costs import CostTable
 from harmony_ds.scheduler.delay_choice import choose_delays
 from harmony_ds.scheduler.estimator import CandidateEstimator
@@ -143,8 +143,8 @@ def _search_all_ways(
         one.explore()
         choices = one.choose()
         tried = [one]
-        if may_move_boundaries(way) and one.might_gain_by_moving_boundaries:
-            moving = replace(way, policy=replace(way.policy, boundaries_on_host=True))
+        if may_move_crossing(way) and one.might_gain_by_moving_crossing:
+            moving = replace(way, policy=replace(way.policy, crossing_on_host=True))
             other = _Search(costs, machine, packer, replace(moving, thorough=moving.thorough and not choices), top)
             other.explore()
             choices = _faster(choices, other.choose())
@@ -232,7 +232,7 @@ class _Search:
         return make_plan(packing, self._costs, self._request, policy)
 
     @property
-    def might_gain_by_moving_boundaries(self) -> bool:
+    def might_gain_by_moving_crossing(self) -> bool:
         """Whether nothing fits, or the best has all of its stash on the host and takes longer than computing does."""
         if not self.found:
             return True
@@ -353,7 +353,7 @@ class _Search:
                 others = [other for other in resident if other != index]
                 yield [replace(policy, resident=sharing_closure(packing, others))]
             yield [replace(policy, resident=())]
-        if self._request.settings.stash == "auto" and not policy.boundaries_on_host:
+        if self._request.settings.stash == "auto" and not policy.crossing_on_host:
             yield [replace(policy, stash_on_host=number) for number in range(policy.stash_on_host + 1, count + 1)]
         if policy.prefetch and not self._request.is_manual and self._request.policy.prefetch:
             yield [replace(policy, prefetch=False)]

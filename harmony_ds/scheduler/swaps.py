@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from harmony_ds.decomposer.graph import LayerGraph
 from harmony_ds.scheduler.costs import CostTable
-from harmony_ds.scheduler.crossing import Crossings, boundaries_go
+from harmony_ds.scheduler.crossing import CrossingBytes, crossing_moves
 from harmony_ds.scheduler.flow import Flow, Move
 from harmony_ds.scheduler.plan import Pack, Packing, Plan, Policy, Task, TaskKind
 
@@ -23,8 +23,8 @@ class Swaps:
     gradients_out: int = 0
     stash_out: int = 0
     stash_in: int = 0
-    boundaries_out: int = 0
-    boundaries_in: int = 0
+    crossing_out: int = 0
+    crossing_in: int = 0
     sent: int = 0
     moved: int = 0
 
@@ -32,7 +32,7 @@ class Swaps:
     def total(self) -> int:
         """Between host and device."""
         stash = self.stash_out + self.stash_in
-        return self.weights_in + self.gradients_out + stash + self.boundaries_out + self.boundaries_in
+        return self.weights_in + self.gradients_out + stash + self.crossing_out + self.crossing_in
 
 
 def swaps_of(plan: Plan, costs: CostTable, rank: int | None = None, counts: Sequence[int] = ()) -> Swaps:
@@ -40,9 +40,9 @@ def swaps_of(plan: Plan, costs: CostTable, rank: int | None = None, counts: Sequ
     will count them. `counts`: how many micro-batches each one stands for; empty: for itself.
     """
     weights = gradients = out = back = sent = 0
-    boundaries_out = boundaries_in = 0
-    boundaries = BoundaryBytes(plan.packing, plan.policy, costs)
-    crossed = {task.micro_batch for task in plan.tasks if task.kind is TaskKind.BOUNDARY_OUT}
+    crossing_out = crossing_in = 0
+    crossing = CrossingTaskBytes(plan.packing, plan.policy, costs)
+    crossed = {task.micro_batch for task in plan.tasks if task.kind is TaskKind.CROSSING_OUT}
     away = {p for index in plan.packing.forward[: plan.policy.stash_on_host] for p in plan.packs[index].positions}
     for task in plan.tasks:
         pack = plan.packs[task.pack]
@@ -58,41 +58,41 @@ def swaps_of(plan: Plan, costs: CostTable, rank: int | None = None, counts: Sequ
             case TaskKind.STASH_OUT:
                 nbytes = stash_bytes(pack, costs)
                 if task.micro_batch in crossed:
-                    nbytes -= boundaries.copied_before_stash(pack)
+                    nbytes -= crossing.copied_before_stash(pack)
                 out += nbytes * (counts[task.micro_batch] if counts else 1)
             case TaskKind.STASH_IN:
                 nbytes = sum(costs.costs[p].stash.new_bytes for p in pack.positions if p in away)
                 back += nbytes * (counts[task.micro_batch] if counts else 1)
-            case TaskKind.BOUNDARY_OUT | TaskKind.BOUNDARY_GRADIENTS_OUT:
-                boundaries_out += boundaries.of(task) * (counts[task.micro_batch] if counts else 1)
-            case TaskKind.BOUNDARY_IN | TaskKind.BOUNDARY_GRADIENTS_IN:
-                boundaries_in += boundaries.of(task) * (counts[task.micro_batch] if counts else 1)
+            case TaskKind.CROSSING_OUT | TaskKind.CROSSING_GRADIENTS_OUT:
+                crossing_out += crossing.of(task) * (counts[task.micro_batch] if counts else 1)
+            case TaskKind.CROSSING_IN | TaskKind.CROSSING_GRADIENTS_IN:
+                crossing_in += crossing.of(task) * (counts[task.micro_batch] if counts else 1)
             case _:
                 pass
     moved = sum(between_devices(plan.packing, costs.flow, plan.micro_batches).values())
-    return Swaps(weights, gradients, out, back, boundaries_out, boundaries_in, sent, moved)
+    return Swaps(weights, gradients, out, back, crossing_out, crossing_in, sent, moved)
 
 
-class BoundaryBytes:
-    """The bytes that the boundary tasks of a plan copy, of one micro-batch each."""
+class CrossingTaskBytes:
+    """The bytes that the CROSSING tasks of a plan copy, of one micro-batch each."""
 
     def __init__(self, packing: Packing, policy: Policy, costs: CostTable) -> None:
         self._packs = packing.packs
         self._costs = costs
         self._fused = packing.fused.positions[0]
-        self._crossings = Crossings(packing, costs.crossing) if boundaries_go(packing, policy) else None
+        self._crossings = CrossingBytes(packing, costs.crossing) if crossing_moves(packing, policy) else None
         self._known: dict[tuple[TaskKind, int], int] = {}
         self._copied_before_stash: dict[int, int] = {}  # by pack
 
     def of(self, task: Task) -> int:
-        """Return the bytes that a boundary task copies."""
+        """Return the bytes that a CROSSING task copies."""
         key = task.kind, task.pack
         if key not in self._known:
             self._known[key] = self._count(task.kind, self._packs[task.pack])
         return self._known[key]
 
     def copied_before_stash(self, pack: Pack) -> int:
-        """Return how much of a pack's stash boundaries have copied to the host before the stash leaves."""
+        """Return how much of a pack's stash CROSSING tasks have copied to the host before the stash leaves."""
         if self._crossings is None:
             return 0
         if pack.index not in self._copied_before_stash:
@@ -105,11 +105,11 @@ class BoundaryBytes:
         fused = self._fused
         first, following = pack.positions[0], pack.positions[-1] + 1
         match kind:
-            case TaskKind.BOUNDARY_OUT:
+            case TaskKind.CROSSING_OUT:
                 return self._crossings.out_bytes(following)
-            case TaskKind.BOUNDARY_IN:
+            case TaskKind.CROSSING_IN:
                 return self._crossings.in_bytes(first)
-            case TaskKind.BOUNDARY_GRADIENTS_OUT:
+            case TaskKind.CROSSING_GRADIENTS_OUT:
                 return self._costs.crossing_gradient_bytes(first, fused)
             case _:
                 return self._costs.crossing_gradient_bytes(following, fused)

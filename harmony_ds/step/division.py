@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from harmony_ds.model.boundary import on_one_thread
+from harmony_ds.model.graph_cut import on_one_thread
 
 _divided_by: ContextVar[frozenset[int] | None] = ContextVar("harmony_ds_divided_by", default=None)
 

@@ -27,7 +27,7 @@ from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from harmony_ds.errors import BatchError, UnsupportedError
-from harmony_ds.model.boundary import in_autograd_function, next_nodes, reachable_nodes, targets_of
+from harmony_ds.model.graph_cut import in_autograd_function, next_nodes, reachable_nodes, targets_of
 from harmony_ds.model.intercept import Autocast
 from harmony_ds.model.torch_functions import name_of
 

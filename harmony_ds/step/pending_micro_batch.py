@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from harmony_ds.errors import BatchError, UnsupportedError, UsageError
-from harmony_ds.model.boundary import reachable_nodes
+from harmony_ds.model.graph_cut import reachable_nodes
 from harmony_ds.model.intercept import Autocast
 from harmony_ds.model.token_tensor import TokenTensor, is_not_computed
 from harmony_ds.model.trees import map_tensors, tensors_in

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from harmony_ds.model.boundary import explaining_errors
+from harmony_ds.model.graph_cut import explaining_errors
 from harmony_ds.model.token_expression import HeadClosedError
 from harmony_ds.model.token_tensor import TokenTensor
 from harmony_ds.model.trees import tensors_in

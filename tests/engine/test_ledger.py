@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from harmony_ds import SwapReport
 from harmony_ds.scheduler.swaps import swaps_of
-from tests.boundaries import move_boundaries
 from tests.cover import spread
+from tests.crossing import move_crossing
 from tests.engine.drive import WHOLE, adamw, config_of, engine_for, family, groups_of, sgd
 from tests.families import HIDDEN, ragged_length
 from tests.inside import planner_of
@@ -130,14 +130,14 @@ def test_the_input_of_a_call_that_raised_is_stashed_for_the_one_that_came_instea
     moved: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if moved:  # of boundaries on the host, a stash takes copies over
-        move_boundaries(monkeypatch)
+        move_crossing(monkeypatch)
     with engine_for(Instead(), sgd, config_of(4, None, {"pack_layers": 1, "stash": "host"})) as engine:
         engine.train_batch(torch.randn(2, HIDDEN) for _ in range(4))
         costs, _ = planner_of(engine).costs
         report, planned = engine.swap_report(), swaps_of(engine.plan, costs)
 
-    assert report.device_to_host["activations"] == planned.stash_out + planned.boundaries_out
-    assert report.host_to_device["activations"] == planned.stash_in + planned.boundaries_in
+    assert report.device_to_host["activations"] == planned.stash_out + planned.crossing_out
+    assert report.host_to_device["activations"] == planned.stash_in + planned.crossing_in
     assert planned.stash_in == 4 * 2 * HIDDEN * 4
 
 

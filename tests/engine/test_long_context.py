@@ -118,9 +118,9 @@ def test_tiles_and_boundaries_on_the_host_train_where_neither_alone_fits() -> No
     train_plainly(copies[1], [batches, batches], sgd(copies[1].parameters()), clip=1.0, seed_of=seed_of)
 
     assert policy.tile_tokens > 0
-    assert policy.boundaries_on_host
+    assert policy.crossing_on_host
     assert report.device_peak_bytes == report.planned_peak_bytes == planned
-    assert swaps.device_to_host["activations"] == moved.stash_out + moved.boundaries_out
+    assert swaps.device_to_host["activations"] == moved.stash_out + moved.crossing_out
     assert relative_difference(*copies) < TOLERANCE
 
 

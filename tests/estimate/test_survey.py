@@ -425,12 +425,12 @@ def test_long_rows_take_no_more_device_memory_with_more_micro_batches(tmp_path: 
         return estimate(load_subject(str(path), "meta", 1, 32768), config, HARDWARE)
 
     few, many = surveyed(4), surveyed(64)
-    boundary_bytes = 32768 * 4096 * 2
+    crossing_bytes = 32768 * 4096 * 2
 
-    assert smallest_peak_bytes(many) - smallest_peak_bytes(few) < 4 * boundary_bytes  # masks and rotary tables
-    assert forecast(many).plan.policy.boundaries_on_host
-    assert forecast(many).host_bytes["stash"] >= 64 * 2 * boundary_bytes
-    assert smallest_peak_bytes(surveyed(64, stash="device")) > 64 * boundary_bytes
+    assert smallest_peak_bytes(many) - smallest_peak_bytes(few) < 4 * crossing_bytes  # masks and rotary tables
+    assert forecast(many).plan.policy.crossing_on_host
+    assert forecast(many).host_bytes["stash"] >= 64 * 2 * crossing_bytes
+    assert smallest_peak_bytes(surveyed(64, stash="device")) > 64 * crossing_bytes
 
 
 def test_a_row_whose_logits_fit_is_estimated_whole(tmp_path: Path) -> None:

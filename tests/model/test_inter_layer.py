@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from harmony_ds.model.boundary import cut
+from harmony_ds.model.graph_cut import cut
 from harmony_ds.model.inter_layer import InterLayerGraph
 from harmony_ds.model.targets import InterLayerGradient, OutputGradient
 

@@ -31,7 +31,7 @@ def test_a_row_for_each_time_that_a_pack_runs() -> None:
         "backward     0  0      3.0 MiB    1.0 MiB           B 0-3  0         evicted",
         "then      norm of all gradients; updates of 0-2 on the host, under the next forward pass",
         "",
-        "swap in, swap out, update: packs. runs, stash, boundary: micro-batches; F forward, L forward, loss and backward,",
+        "swap in, swap out, update: packs. runs, stash, crossing: micro-batches; F forward, L forward, loss and backward,",
         "B recompute and backward; K forward, its graph is kept; P back through that. A kept pack waits on the device for",
         "its backward pass. A pack without a row: parameters outside all layer calls.",
     ]
@@ -68,7 +68,7 @@ def test_any_plan_prints_within_the_width_and_always_the_same(
     policy = Policy(
         prefetch=prefetch,
         stash_on_host=data.draw(st.integers(0, packs)),
-        boundaries_on_host=data.draw(st.booleans()),
+        crossing_on_host=data.draw(st.booleans()),
         deferred_update=defer,
         grouping=grouping,
         kept=data.draw(some),

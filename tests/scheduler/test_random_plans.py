@@ -29,7 +29,7 @@ def policy_at_random(packing: Packing, policy: Policy, micro_batches: int, choos
         policy,
         prefetch=choose.random() < 0.7,
         stash_on_host=choose.choice([0, len(packing.packs), choose.randint(0, len(packing.packs))]),
-        boundaries_on_host=choose.random() < 0.5,
+        crossing_on_host=choose.random() < 0.5,
         kept=tuple(index for index in packing.forward if choose.random() < 0.3),
         graphs=tuple(choose.choice([0, 0, choose.randint(0, micro_batches)]) for _ in packing.backward),
         swap_in_delays=tuple(choose.choice([0, 0, choose.randint(0, 9)]) for _ in range(len(packing.packs) + 1)),

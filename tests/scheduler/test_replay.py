@@ -112,8 +112,8 @@ def test_what_waits_on_the_host_is_freed_with_the_next_copy_and_comes_back() -> 
     assert requests["T0.0"][-1] == requests["T0.1"][-1] == 8
 
 
-def test_boundaries_leave_with_the_next_run_and_come_back() -> None:
-    policy = replace(ON_DEVICE, stash_on_host=ALL_PACKS, boundaries_on_host=True)
+def test_crossing_tensors_leave_with_the_next_run_and_come_back() -> None:
+    policy = replace(ON_DEVICE, stash_on_host=ALL_PACKS, crossing_on_host=True)
     requests = requests_of(plan_of(policy, micro_batches=4))
     assert requests["F0.1"][-1] == -8  # what micro-batch 0 holds has been copied
     assert requests["Y1.0"] == [8]
@@ -126,7 +126,7 @@ def test_boundaries_leave_with_the_next_run_and_come_back() -> None:
         ON_DEVICE,
         Policy(deferred_update=True),
         replace(ON_DEVICE, stash_on_host=ALL_PACKS),
-        replace(ON_DEVICE, stash_on_host=ALL_PACKS, boundaries_on_host=True),
+        replace(ON_DEVICE, stash_on_host=ALL_PACKS, crossing_on_host=True),
         replace(ON_DEVICE, kept=(0,), graphs=(2, 0)),
         replace(ON_DEVICE, resident=(0,)),
         replace(ON_DEVICE, grouping=False),

@@ -44,7 +44,7 @@ def cases(draw: st.DrawFn) -> tuple[Plan, CostTable, Machine]:
     policy = Policy(
         prefetch=draw(st.booleans()),
         stash_on_host=draw(st.integers(0, 3)),
-        boundaries_on_host=draw(st.booleans()),
+        crossing_on_host=draw(st.booleans()),
         deferred_update=draw(st.booleans()),
         grouping=draw(st.booleans()),
     )

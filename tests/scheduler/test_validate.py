@@ -41,7 +41,7 @@ def test_the_lists_that_are_broken_below_are_valid() -> None:
 def test_whatever_is_composed_is_valid(needs: tuple[bool, ...], group: Group) -> None:
     packs = packs_of(*needs)
     values = {"stash_on_host": [0, 1, ALL_PACKS], "graphs": [(), (1, 9)], "kept": [(0, 1)]}
-    names = "prefetch stash_on_host boundaries_on_host deferred_update grouping graphs kept".split()
+    names = "prefetch stash_on_host crossing_on_host deferred_update grouping graphs kept".split()
     for chosen in itertools.product(*(values.get(name, [False, True]) for name in names)):
         packing = reused(packs)
         composed(packing, group, Policy(**dict(zip(names, chosen, strict=True))))

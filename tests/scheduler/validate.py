@@ -84,7 +84,7 @@ class _Walk:
         self._apart: set[int] = set()  # packs whose gradients are on the host, those of every device for itself
         self._away: set[tuple[int, int]] = set()  # (position, micro-batch): stashes on the host
         self._graphs: set[tuple[int, int]] = set()  # (pack, micro-batch)
-        self._boundaries_away: set[tuple[bool, int]] = set()  # (whether gradients, micro-batch)
+        self._crossing_away: set[tuple[bool, int]] = set()  # (whether gradients, micro-batch)
         self._passed: dict[int, int] = {}  # by micro-batch: the pack that it has passed last
         self._on: dict[int, int] = {}  # by micro-batch that has begun: its device
         self._out: Counter[int] = Counter()
@@ -104,10 +104,10 @@ class _Walk:
             TaskKind.FREE_GRADIENTS: self._free,
             TaskKind.STASH_OUT: self._stash_out,
             TaskKind.STASH_IN: self._stash_in,
-            TaskKind.BOUNDARY_OUT: self._boundary_out,
-            TaskKind.BOUNDARY_GRADIENTS_OUT: self._boundary_out,
-            TaskKind.BOUNDARY_IN: self._boundary_in,
-            TaskKind.BOUNDARY_GRADIENTS_IN: self._boundary_in,
+            TaskKind.CROSSING_OUT: self._crossing_out,
+            TaskKind.CROSSING_GRADIENTS_OUT: self._crossing_out,
+            TaskKind.CROSSING_IN: self._crossing_in,
+            TaskKind.CROSSING_GRADIENTS_IN: self._crossing_in,
             TaskKind.MOVE: self._move,
             TaskKind.MOVE_BACK: self._move,
             TaskKind.NORM: self._norm,
@@ -127,7 +127,7 @@ class _Walk:
         self._on[task.micro_batch] = there
 
     def check_end(self) -> None:
-        _require(not self._boundaries_away, f"{sorted(self._boundaries_away)} are left on the host")
+        _require(not self._crossing_away, f"{sorted(self._crossing_away)} are left on the host")
         unfinished = [m for m in self._group.all if self._forward[m] or self._backward[m]]
         _require(not unfinished, f"micro-batches {unfinished} are not finished")
         left = self._inside | self._coming
@@ -185,7 +185,7 @@ class _Walk:
         _require(task.pack in self._inside, "its weights are not on the device")
         _require(self._always <= self._inside, "the unlayered parameters are not on the device")
         there = self._packing.packs[task.pack].device
-        away = {m for _, m in self._boundaries_away}
+        away = {m for _, m in self._crossing_away}
         _require(task.micro_batch not in away, "what it holds is on the host")
         self._passed[task.micro_batch] = task.pack
         _require(self._on.setdefault(task.micro_batch, there) == there, "it is on another device")
@@ -223,22 +223,22 @@ class _Walk:
         _require(self._out[task.pack] > self._freed[task.pack], "freed early or twice")
         self._freed[task.pack] += 1
 
-    def _boundary_out(self, task: Task) -> None:
-        gradients = task.kind is TaskKind.BOUNDARY_GRADIENTS_OUT
+    def _crossing_out(self, task: Task) -> None:
+        gradients = task.kind is TaskKind.CROSSING_GRADIENTS_OUT
         _require(self._passed.get(task.micro_batch) == task.pack, "it has not just passed that pack")
-        _require(all(m != task.micro_batch for _, m in self._boundaries_away), "what it holds is on the host already")
+        _require(all(m != task.micro_batch for _, m in self._crossing_away), "what it holds is on the host already")
         back = self._has_turned(task.micro_batch)
         _require(back == gradients, "values leave on the way back, or gradients on the way there")
         _require(gradients or all(m != task.micro_batch for _, m in self._graphs), "a graph holds its values")
         _require(bool(self._backward[task.micro_batch]), "it waits for nothing more")
-        self._boundaries_away.add((gradients, task.micro_batch))
+        self._crossing_away.add((gradients, task.micro_batch))
 
-    def _boundary_in(self, task: Task) -> None:
-        gradients = task.kind is TaskKind.BOUNDARY_GRADIENTS_IN
+    def _crossing_in(self, task: Task) -> None:
+        gradients = task.kind is TaskKind.CROSSING_GRADIENTS_IN
         through = self._forward[task.micro_batch] or self._backward[task.micro_batch]
-        _require((gradients, task.micro_batch) in self._boundaries_away, "what it holds never left, or came back")
+        _require((gradients, task.micro_batch) in self._crossing_away, "what it holds never left, or came back")
         _require(through[:1] == [task.pack], "it comes back for another pack than the next one")
-        self._boundaries_away.discard((gradients, task.micro_batch))
+        self._crossing_away.discard((gradients, task.micro_batch))
 
     def _has_turned(self, micro_batch: int) -> bool:
         """Whether it has been through the last pack backward."""

@@ -90,7 +90,7 @@ def test_tensors_on_the_device_already_reduce_the_budget() -> None:
 
 
 def test_activations_of_one_micro_batch_only_are_alive() -> None:
-    """Four times the micro-batches cost boundary tensors (one per micro-batch), not activations."""
+    """Four times the micro-batches cost crossing tensors (one per micro-batch), not activations."""
     peaks = {}
     for group in (2, 8):
         engine, _ = engine_under(None, group=group, pack_layers=1, stash="host")
@@ -98,9 +98,9 @@ def test_activations_of_one_micro_batch_only_are_alive() -> None:
         engine.train_batch(batches())
         peaks[group] = engine.memory_report().device_peak_bytes
         engine.destroy()
-    boundary = 2 * TOKENS * HIDDEN * 4
-    # Per further micro-batch: its boundary tensor or the gradient of it, its ids, masks and rotary tables, its loss.
-    assert peaks[8] - peaks[2] <= 6 * (2 * boundary + 8192)
+    crossing = 2 * TOKENS * HIDDEN * 4
+    # Per further micro-batch: its crossing tensor or the gradient of it, its ids, masks and rotary tables, its loss.
+    assert peaks[8] - peaks[2] <= 6 * (2 * crossing + 8192)
 
 
 def test_nothing_stays_on_the_device_between_steps() -> None:

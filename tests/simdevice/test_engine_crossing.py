@@ -12,7 +12,7 @@ from harmony_ds.scheduler.costs import CostTable
 from harmony_ds.scheduler.plan import Plan, TaskKind
 from harmony_ds.scheduler.swaps import swaps_of
 from tests import simdevice
-from tests.boundaries import boundaries_in, move_boundaries
+from tests.crossing import crossing_in, move_crossing
 from tests.engine.drive import (
     config_of,
     engine_for,
@@ -42,19 +42,19 @@ NAMES = ("llama", "gpt2", "bert", "opt", "t5", "resnet", "mixtral", "clip", "mam
 @pytest.mark.parametrize("seed", [None, 1])
 @pytest.mark.parametrize(
     ("name", "count"),
-    [("llama", 2), *((name, 5) for name in NAMES)],  # of two, a boundary comes back right after it has left
+    [("llama", 2), *((name, 5) for name in NAMES)],  # of two, crossing tensors come back right after they have left
 )
-def test_late_copies_of_boundaries_change_no_bit(
+def test_late_copies_of_crossing_tensors_change_no_bit(
     name: str, count: int, seed: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    move_boundaries(monkeypatch)
+    move_crossing(monkeypatch)
     one = family(name)
     groups, make = groups_of(one, 2, count), optimizer_for(one)
     plain, losses = plainly(one, 0.1, groups, make, 0.5)
     model = one.build(0.1)
     with late_engine(model, config_of(count, 0.5, {"pack_layers": 1}), seed, make) as engine:
         actual = means_of(loop(engine, groups, lambda i: i == 1 and seed is not None))
-        assert boundaries_in(engine.plan)
+        assert crossing_in(engine.plan)
     assert_same(model, plain, one.bitwise)
     assert actual == pytest.approx(means_of(losses), rel=0.0 if one.bitwise else 1e-6)
 
@@ -64,7 +64,7 @@ def test_late_copies_of_boundaries_change_no_bit(
     [*((name, 1) for name in NAMES), *((name, 2) for name in ("llama", "bert", "resnet", "clip"))],
 )
 def test_bytes_and_peak_are_those_of_the_plan(name: str, pack_layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    move_boundaries(monkeypatch)
+    move_crossing(monkeypatch)
     one = family(name)
     harmony: dict[str, Any] = {"pack_layers": pack_layers, "prefetch": bool(pack_layers % 2)}
     with engine_for(one.build(0.0), small_sgd, config_of(6, None, harmony), device=SimDevice()) as engine:
@@ -76,22 +76,22 @@ def test_bytes_and_peak_are_those_of_the_plan(name: str, pack_layers: int, monke
             engine.swap_report(),
         )
         planned = swaps_of(plan, costs)
-        assert planned.boundaries_in > 0
-        back = planned.stash_in + planned.boundaries_in + again_bytes(plan, costs)
+        assert planned.crossing_in > 0
+        back = planned.stash_in + planned.crossing_in + again_bytes(plan, costs)
         assert swaps.host_to_device["activations"] == back
-        assert swaps.device_to_host["activations"] == planned.stash_out + planned.boundaries_out
+        assert swaps.device_to_host["activations"] == planned.stash_out + planned.crossing_out
         assert report.device_peak_bytes <= report.planned_peak_bytes <= MOST * report.device_peak_bytes
 
 
 def test_the_peak_of_many_micro_batches_of_long_rows_is_about_that_of_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    move_boundaries(monkeypatch)
+    move_crossing(monkeypatch)
     peaks = {count: peak_of(count) for count in (2, 16)}
     assert all(measured <= planned <= MOST * measured for measured, planned in peaks.values())
     assert peaks[16][0] <= 1.15 * peaks[2][0]
     monkeypatch.undo()
     staying = peak_of(16)
     assert staying[0] > 1.4 * peaks[16][0]
-    # Under a limit that only moved boundaries keep to, the engine moves them by itself.
+    # Under a limit that is kept to only where crossing tensors move, the engine moves them by itself.
     budget = peaks[16][1]
     measured, planned = peak_of(16, budget)
     assert measured <= planned <= budget
@@ -111,7 +111,7 @@ def peak_of(micro_batches: int, budget_bytes: int | None = None) -> tuple[int, i
                 engine.backward(engine(rows).pow(2).mean())
                 engine.step()
             report = engine.memory_report()
-            assert budget_bytes is None or boundaries_in(engine.plan)
+            assert budget_bytes is None or crossing_in(engine.plan)
             return report.device_peak_bytes, report.planned_peak_bytes
     finally:
         simdevice.set_limit(None)

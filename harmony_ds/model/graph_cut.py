@@ -1,10 +1,10 @@
-"""Boundaries: autograd nodes that cut the graph at layer calls, and carry gradients across the cut.
+"""Cuts of the autograd graph at layer calls, and how gradients are carried across them.
 
     layer call k            |   inter-layer operations   |          layer call k+1
-    ... -> output  ==cut==> Boundary ->  ... -> input  ==cut==> Boundary -> recomputed layer -> ...
+    ... -> output  ==cut==> CutNode ->  ... -> input  ==cut==> CutNode -> recomputed layer -> ...
 
-A `Boundary` is an autograd node whose outputs are fresh tensors over given memory. When a backward pass reaches it, it
-hands each output's gradient to a `GradientTarget` and stops. Boundaries stand on both sides of a layer call: in the
+A cut node is an autograd node whose outputs are fresh tensors over given memory. When a backward pass reaches it, it
+hands each output's gradient to a `GradientTarget` and stops. Cut nodes stand on both sides of a layer call: in the
 micro-batch's own graph their targets collect the gradients of the layer's outputs; at the inputs of a recomputed layer
 they pass the inputs' gradients on to where those came from.
 """
@@ -28,7 +28,7 @@ from harmony_ds.model.targets import GradientTarget
 from harmony_ds.model.untouched import is_for_measuring
 
 
-class _BoundaryNode(torch.autograd.Function):
+class _CutNode(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, tensors: Sequence[Tensor], targets: Sequence[GradientTarget]) -> Any:
         ctx.set_materialize_grads(False)
@@ -56,7 +56,7 @@ class _BoundaryNode(torch.autograd.Function):
         return None, None, None
 
 
-_apply: Any = super(torch.autograd.Function, _BoundaryNode).apply  # past what is for torch.func, which is refused
+_apply: Any = super(torch.autograd.Function, _CutNode).apply  # past what is for torch.func, which is refused
 with torch.inference_mode(False), torch.enable_grad():
     ANCHOR = torch.empty((), device="cpu", requires_grad=True)
 """An input of every `autograd.Function` of the engine: autograd takes its outputs to require gradients, whatever its other
@@ -74,7 +74,7 @@ _EXPLANATIONS = {
 
 
 def cut(tensors: Sequence[Tensor], targets: Sequence[GradientTarget]) -> tuple[Tensor, ...]:
-    """Return `tensors` (detached) as outputs of a Boundary: they require gradients, which go to `targets`."""
+    """Return `tensors` (detached) as outputs of a cut node: they require gradients, which go to `targets`."""
     if not tensors:
         return ()
     if not torch.is_grad_enabled():
@@ -148,7 +148,7 @@ def next_nodes(node: Node | None) -> list[Node]:
 
 
 def reachable_nodes(roots: Iterable[Node | None]) -> set[Node]:
-    """Return every node that `roots` lead to, up to the Boundaries."""
+    """Return every node that `roots` lead to, up to the cut nodes."""
     seen: set[Node] = set()
     todo = [node for node in roots if node is not None]
     while todo:

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harmony_ds.config import HarmonySettings
-from harmony_ds.scheduler.choose import PlanRequest, make_plan, may_move_boundaries
+from harmony_ds.scheduler.choose import PlanRequest, make_plan, may_move_crossing
 from harmony_ds.scheduler.compose import Group, compose_step
 from harmony_ds.scheduler.costs import BackwardBytes, CallCost, CostTable, ForwardBytes, StashBytes, WaitingBytes
-from harmony_ds.scheduler.crossing import Crossings, CrossingValue, boundaries_go, waiting_bytes
+from harmony_ds.scheduler.crossing import CrossingBytes, CrossingValue, crossing_moves, waiting_bytes
 from harmony_ds.scheduler.estimator import CandidateEstimator
 from harmony_ds.scheduler.grid import format_plan
 from harmony_ds.scheduler.host_room import waiting_of
@@ -26,27 +26,27 @@ from harmony_ds.scheduler.swaps import swaps_of
 from tests.scheduler.examples import CPU, FP32, GPU, graph_of, packs_of, reused, text
 from tests.scheduler.validate import validate
 
-BOUNDARY = 8_000
+CROSSING = 8_000
 CALLS = 5
 COST = CallCost(
-    waiting=WaitingBytes(alive_bytes=BOUNDARY + 10, after_forward_bytes=BOUNDARY),
-    stash=StashBytes(new_bytes=BOUNDARY),
+    waiting=WaitingBytes(alive_bytes=CROSSING + 10, after_forward_bytes=CROSSING),
+    stash=StashBytes(new_bytes=CROSSING),
     forward=ForwardBytes(peak_bytes=20_000, graph_bytes=15_000),
     backward=BackwardBytes(
-        peak_bytes=BOUNDARY + 6_000,
-        input_gradient_bytes=BOUNDARY + 3,
-        crossing_gradient_bytes=BOUNDARY,
-        crossing_fused_bytes=BOUNDARY,
+        peak_bytes=CROSSING + 6_000,
+        input_gradient_bytes=CROSSING + 3,
+        crossing_gradient_bytes=CROSSING,
+        crossing_fused_bytes=CROSSING,
     ),
     needs_backward=True,
     forward_ms=50.0,
     backward_ms=150.0,
     fused_ms=120.0,
 )
-VALUES = tuple(CrossingValue(call, call, BOUNDARY, (call,)) for call in range(1, CALLS))
+VALUES = tuple(CrossingValue(call, call, CROSSING, (call,)) for call in range(1, CALLS))
 GRAPH = graph_of([1_000] * CALLS)
 COSTS = CostTable(GRAPH.calls, (COST,) * CALLS, tail_bytes=500, held_bytes=10, crossing=VALUES)
-MOVED = Policy(prefetch=False, stash_on_host=ALL_PACKS, boundaries_on_host=True, deferred_update=False)
+MOVED = Policy(prefetch=False, stash_on_host=ALL_PACKS, crossing_on_host=True, deferred_update=False)
 
 
 def request(budget: int | None, micro_batches: int = 8, **settings: object) -> PlanRequest:
@@ -64,44 +64,44 @@ def plan_of(micro_batches: int, policy: Policy) -> Plan:
 # ---- values
 
 
-def test_a_value_leaves_once_with_a_boundary_or_a_stash_whichever_comes_first() -> None:
+def test_a_value_leaves_once_between_packs_or_with_a_stash_whichever_comes_first() -> None:
     packing = reused(packs_of(True, True, True, True))
-    skip = CrossingValue(1, 3, 100, stashed=(1, 3))  # crosses all boundaries, and two calls take it
+    skip = CrossingValue(1, 3, 100, stashed=(1, 3))  # crosses from each pack to the next, and two calls take it
     late = CrossingValue(3, 3, 10, stashed=(2,))  # the stash of call 2 has it before it crosses
-    crossings = Crossings(packing, (skip, late))
+    crossings = CrossingBytes(packing, (skip, late))
 
-    assert [crossings.out_bytes(boundary) for boundary in (1, 2, 3)] == [100, 0, 0]
-    assert [crossings.in_bytes(boundary) for boundary in (1, 2, 3)] == [100, 100, 110]
+    assert [crossings.out_bytes(position) for position in (1, 2, 3)] == [100, 0, 0]
+    assert [crossings.in_bytes(position) for position in (1, 2, 3)] == [100, 100, 110]
     assert [crossings.copied_before_bytes(pack) for pack in packing.packs] == [0, 100, 0, 0]
 
 
 def test_what_no_stash_has_takes_host_memory_of_its_own() -> None:
     packing = reused(packs_of(True, True, True))
     values = (CrossingValue(1, 1, 7, (1,)), CrossingValue(1, 2, 30), CrossingValue(2, 2, 5, (2,)))
-    assert Crossings(packing, values).unstashed_bytes(packing) == 35  # before the fused pack, which stashes nothing
+    assert CrossingBytes(packing, values).unstashed_bytes(packing) == 35  # before the fused pack, which stashes nothing
     assert waiting_bytes(values, 2) == 35
 
 
-def test_on_the_host_wait_the_stash_and_one_boundary_of_each_micro_batch() -> None:
+def test_on_the_host_wait_the_stash_and_the_crossing_tensors_of_each_micro_batch() -> None:
     plan = plan_of(6, MOVED)
     waiting = waiting_of(plan, COSTS)
-    assert waiting.stash_bytes == 6 * (CALLS - 1) * BOUNDARY
-    assert waiting.boundary_bytes == 6 * BOUNDARY
-    assert waiting_of(plan_of(6, replace(MOVED, boundaries_on_host=False)), COSTS).boundary_bytes == 0
+    assert waiting.stash_bytes == 6 * (CALLS - 1) * CROSSING
+    assert waiting.crossing_bytes == 6 * CROSSING
+    assert waiting_of(plan_of(6, replace(MOVED, crossing_on_host=False)), COSTS).crossing_bytes == 0
 
 
 def test_calls_that_are_added_move_values_along() -> None:
     other = CostTable((0, 9, 1, 2, 3, 4), (COST,) * 6, tail_bytes=0)
     for table in (COSTS.worst(other), COSTS.including(other)):
         assert table.calls == (0, 9, 1, 2, 3, 4)
-        assert table.crossing[0] == CrossingValue(2, 2, BOUNDARY, (2,))
+        assert table.crossing[0] == CrossingValue(2, 2, CROSSING, (2,))
 
 
 def test_values_survive_json_and_are_interpolated() -> None:
-    small = replace(COSTS, crossing=tuple(replace(value, nbytes=BOUNDARY // 2) for value in VALUES))
+    small = replace(COSTS, crossing=tuple(replace(value, nbytes=CROSSING // 2) for value in VALUES))
     profile = Profile(GPU, ((1, small), (3, COSTS)))
     assert Profile.from_json(profile.to_json()) == profile
-    assert profile.at(2).crossing[0].nbytes == 3 * BOUNDARY // 4
+    assert profile.at(2).crossing[0].nbytes == 3 * CROSSING // 4
     other = replace(small, crossing=small.crossing[1:])  # what is alive differs: there is nothing between
     assert Profile(GPU, ((1, other), (3, COSTS))).at(2).crossing == VALUES
 
@@ -113,7 +113,7 @@ def composed(policy: Policy, micro_batches: int = 4) -> str:
     return text(compose_step(reused(packs_of(True, True, True)), Group.with_fresh(micro_batches), policy))
 
 
-def test_boundaries_leave_after_their_run_and_come_back_a_run_early() -> None:
+def test_crossing_tensors_leave_after_their_run_and_come_back_a_run_early() -> None:
     assert composed(replace(MOVED, prefetch=True)) == (
         "I0 I1 F0.0 S0.0 X0.0 F0.1 S0.1 X0.1 F0.2 S0.2 X0.2 Y1.0 F0.3 S0.3 X0.3 E0 "
         "Y1.1 I2 F1.0 S1.0 X1.0 Y1.2 F1.1 S1.1 X1.1 Y1.3 F1.2 S1.2 X1.2 Y2.0 F1.3 S1.3 X1.3 E1 "
@@ -126,10 +126,10 @@ def test_boundaries_leave_after_their_run_and_come_back_a_run_early() -> None:
 @pytest.mark.parametrize(
     "policy",
     [
-        replace(MOVED, boundaries_on_host=False),
+        replace(MOVED, crossing_on_host=False),
         replace(MOVED, stash_on_host=1),  # moving more of the stash is cheaper
         replace(MOVED, grouping=False),  # nothing waits for another micro-batch
-        replace(MOVED, boundaries_on_host=False, stash_on_host=0),
+        replace(MOVED, crossing_on_host=False, stash_on_host=0),
     ],
 )
 def test_they_stay_unless_all_of_the_stash_goes_and_micro_batches_are_grouped(policy: Policy) -> None:
@@ -149,14 +149,14 @@ def test_a_micro_batch_whose_graph_is_kept_stays_on_its_way_forward() -> None:
 def test_on_several_devices_of_one_process_they_go_to_the_next_device() -> None:
     packs = tuple(replace(pack, device=pack.index % 2) for pack in packs_of(True, True, True))
     policy = replace(MOVED, pipeline=2)
-    assert not boundaries_go(reused(packs), policy)
+    assert not crossing_moves(reused(packs), policy)
     assert set("XYVZ").isdisjoint(text(compose_step(reused(packs), Group.with_fresh(3), policy)))
 
 
 def test_a_search_for_a_pipeline_does_not_move_them() -> None:
     one_device = request(None, 16, pack_layers=1)
-    assert may_move_boundaries(one_device)
-    assert not may_move_boundaries(replace(one_device, policy=replace(one_device.policy, pipeline=2)))
+    assert may_move_crossing(one_device)
+    assert not may_move_crossing(replace(one_device, policy=replace(one_device.policy, pipeline=2)))
 
 
 # ---- device memory
@@ -170,17 +170,17 @@ def test_the_device_holds_by_hand() -> None:
     in_order = [*zip(text(tasks).split(), profile.activation_bytes, strict=True)]
     held = dict(reversed(in_order))  # of a task that comes twice, the first
 
-    left = 10  # of a micro-batch whose boundary has left
-    assert held["F0.0"] == BOUNDARY + 10 + 20_000
-    assert held["X0.0"] == left + BOUNDARY + BOUNDARY  # its boundary, and its stash for pack 0, are leaving
-    # Beside what the run takes, what left before it: boundary and stash.
-    assert held["F0.1"] == left + 2 * BOUNDARY + BOUNDARY + 10 + 20_000
-    assert held["F0.3"] == 3 * left + 2 * BOUNDARY + BOUNDARY + 10 + 20_000
-    assert held["E0"] == 4 * left + 2 * BOUNDARY
-    # Two boundaries are back, and the copy of the last one is complete when the first run is over.
-    assert held["Y1.1"] == 4 * left + 2 * BOUNDARY + 2 * BOUNDARY
-    # The gradient of the first micro-batch's boundary has left: 3 bytes are what the allocator rounds up.
-    assert held["V1.3"] == 500 + 4 * 3 + BOUNDARY + BOUNDARY  # the last stash leaves the device with the next move
+    left = 10  # of a micro-batch whose crossing tensors have left
+    assert held["F0.0"] == CROSSING + 10 + 20_000
+    assert held["X0.0"] == left + CROSSING + CROSSING  # its crossing tensor, and its stash for pack 0, are leaving
+    # Beside what the run takes, what left before it: crossing tensor and stash.
+    assert held["F0.1"] == left + 2 * CROSSING + CROSSING + 10 + 20_000
+    assert held["F0.3"] == 3 * left + 2 * CROSSING + CROSSING + 10 + 20_000
+    assert held["E0"] == 4 * left + 2 * CROSSING
+    # Two crossing tensors are back, and the copy of the last one is complete when the first run is over.
+    assert held["Y1.1"] == 4 * left + 2 * CROSSING + 2 * CROSSING
+    # The gradient of the first micro-batch's crossing tensor has left: 3 bytes are what the allocator rounds up.
+    assert held["V1.3"] == 500 + 4 * 3 + CROSSING + CROSSING  # the last stash leaves the device with the next move
 
 
 @given(st.integers(5, 40), st.booleans())
@@ -189,8 +189,8 @@ def test_the_peak_does_not_grow_with_the_micro_batches_but_by_what_does_not_cros
     few, many = plan_of(4, policy), plan_of(more, policy)
     per_micro_batch = 10 + 3  # a bit of what waits, and what the allocator rounds up
     assert many.peak_bytes <= few.peak_bytes + (more - 4) * per_micro_batch
-    stays = plan_of(more, replace(policy, boundaries_on_host=False))
-    assert stays.peak_bytes >= plan_of(4, replace(policy, boundaries_on_host=False)).peak_bytes + (more - 4) * BOUNDARY
+    stays = plan_of(more, replace(policy, crossing_on_host=False))
+    assert stays.peak_bytes >= plan_of(4, replace(policy, crossing_on_host=False)).peak_bytes + (more - 4) * CROSSING
 
 
 @pytest.mark.parametrize("count", [4, 6, 30])
@@ -207,19 +207,19 @@ def test_a_few_micro_batches_show_the_peak_of_all(count: int, ahead: bool) -> No
 
 def test_bytes_are_those_of_the_tasks() -> None:
     swaps = swaps_of(plan_of(3, MOVED), COSTS)
-    stays = swaps_of(plan_of(3, replace(MOVED, boundaries_on_host=False)), COSTS)
-    packs, one = CALLS - 1, 3 * BOUNDARY
+    stays = swaps_of(plan_of(3, replace(MOVED, crossing_on_host=False)), COSTS)
+    packs, one = CALLS - 1, 3 * CROSSING
 
-    assert (swaps.boundaries_out, swaps.boundaries_in) == (2 * packs * one, 2 * packs * one)  # values and gradients
-    assert (stays.stash_out, swaps.stash_out) == (packs * one, one)  # pack 0's: the others have left with a boundary
+    assert (swaps.crossing_out, swaps.crossing_in) == (2 * packs * one, 2 * packs * one)  # values and gradients
+    assert (stays.stash_out, swaps.stash_out) == (packs * one, one)  # pack 0's: the others have left between packs
     assert swaps.stash_in == stays.stash_in == packs * one
-    assert stays.boundaries_out == stays.boundaries_in == 0
+    assert stays.crossing_out == stays.crossing_in == 0
     assert swaps.total - stays.total == 4 * packs * one - (packs - 1) * one
 
 
 def test_copies_are_hidden_by_long_runs_and_cost_time_beside_short_ones() -> None:
-    staying = replace(MOVED, prefetch=True, boundaries_on_host=False)
-    moving = replace(staying, boundaries_on_host=True)
+    staying = replace(MOVED, prefetch=True, crossing_on_host=False)
+    moving = replace(staying, crossing_on_host=True)
     for factor, hides in ((1.0, True), (0.05, False)):
         calls = tuple(
             replace(
@@ -237,8 +237,8 @@ def test_copies_are_hidden_by_long_runs_and_cost_time_beside_short_ones() -> Non
 
 def test_the_table_shows_them() -> None:
     lines = format_plan(plan_of(4, MOVED)).splitlines()
-    assert lines[3] == "what micro-batches hold between two packs (boundaries) waits on the host"
-    assert "  stash    boundary " in lines[5]
+    assert lines[3] == "what micro-batches hold between two packs (crossing tensors) waits on the host"
+    assert "  stash    crossing " in lines[5]
     assert lines[6].split()[-5:] == ["out", "0-3", "out", "0-3", "evicted"]
     assert lines[7].split()[-7:] == ["out", "0-3", "out", "0-3", "in", "0-3", "evicted"]
 
@@ -251,35 +251,35 @@ def peak_with(policy: Policy, micro_batches: int) -> int:
 
 
 @pytest.mark.parametrize("machine", [GPU, CPU], ids=["gpu", "cpu"])
-def test_boundaries_go_where_nothing_else_fits(machine: object) -> None:
-    staying = peak_with(replace(MOVED, boundaries_on_host=False), 16)
+def test_crossing_tensors_go_where_nothing_else_fits(machine: object) -> None:
+    staying = peak_with(replace(MOVED, crossing_on_host=False), 16)
     assert peak_with(MOVED, 16) < staying
     chosen = search(GRAPH, COSTS, machine, FP32, request(staying - 1, 16, pack_layers=1))[0].plan  # type: ignore[arg-type]
-    assert chosen.policy.boundaries_on_host
+    assert chosen.policy.crossing_on_host
     assert chosen.peak_bytes < staying
     validate(chosen.packing, chosen.tasks, Group.with_fresh(16), chosen.policy)
 
 
 def test_they_stay_where_everything_fits() -> None:
-    for budget in (None, 3 * peak_with(replace(MOVED, boundaries_on_host=False), 16)):
-        assert not search(GRAPH, COSTS, GPU, FP32, request(budget, 16, pack_layers=1))[0].plan.policy.boundaries_on_host
+    for budget in (None, 3 * peak_with(replace(MOVED, crossing_on_host=False), 16)):
+        assert not search(GRAPH, COSTS, GPU, FP32, request(budget, 16, pack_layers=1))[0].plan.policy.crossing_on_host
 
 
 def test_they_stay_where_the_ds_config_keeps_the_stash_on_the_device() -> None:
-    staying = peak_with(replace(MOVED, boundaries_on_host=False, stash_on_host=0), 4)
+    staying = peak_with(replace(MOVED, crossing_on_host=False, stash_on_host=0), 4)
     chosen = search(GRAPH, COSTS, GPU, FP32, request(staying + 8_000, 4, stash="device", pack_layers=1))[0].plan
-    assert not chosen.policy.boundaries_on_host
+    assert not chosen.policy.crossing_on_host
 
 
 def test_a_saved_plan_keeps_them_and_one_saved_without_them_stays_as_it_was() -> None:
     plan = plan_of(4, MOVED)
     assert Plan.from_json(plan.to_json()) == plan
-    older = plan_of(4, replace(MOVED, boundaries_on_host=False)).to_json().replace('"boundaries_on_host": false, ', "")
-    assert "boundaries_on_host" not in older
-    assert not Plan.from_json(older).policy.boundaries_on_host
+    older = plan_of(4, replace(MOVED, crossing_on_host=False)).to_json().replace('"crossing_on_host": false, ', "")
+    assert "crossing_on_host" not in older
+    assert not Plan.from_json(older).policy.crossing_on_host
 
 
-def test_a_single_pack_has_no_boundary() -> None:
+def test_a_single_pack_has_no_crossing_tensors() -> None:
     packing: Packing = reused(packs_of(True))
-    assert Crossings(packing, VALUES).unstashed_bytes(packing) == 0
+    assert CrossingBytes(packing, VALUES).unstashed_bytes(packing) == 0
     assert set("XYVZ").isdisjoint(text(compose_step(packing, Group.with_fresh(4), MOVED)))

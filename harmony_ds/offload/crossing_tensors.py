@@ -1,4 +1,4 @@
-"""Boundaries on the host: what a micro-batch holds between two packs leaves the device, and comes back for the next pack.
+"""Crossing tensors, which a micro-batch holds between two packs: they leave the device, and come back for the next pack.
 
     forward     run through pack 0 | out ... in | run through pack 1        outputs of pack 0
     backward    run through pack 1 | out ... in | run through pack 0        gradients with respect to them
@@ -34,7 +34,7 @@ class GradientHolder(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class BoundaryValue:
+class CrossingMemory:
     """Memory of the model's code, and all tensors that have it: `whole`, which fills it, and `views` of that."""
 
     whole: Tensor
@@ -65,7 +65,7 @@ class _GradientOnHost:
 
 
 @dataclass(slots=True, eq=False)
-class BoundaryOnHost:
+class CrossingOnHost:
     """What one micro-batch has on the host between two packs.
 
     Attributes:
@@ -81,7 +81,7 @@ class BoundaryOnHost:
     arrived: Event | None = None
 
 
-class Boundaries:
+class CrossingTensors:
     """Moves what micro-batches hold between packs to the host and back."""
 
     def __init__(self, device: Device, ledger: Ledger, stash: Stash) -> None:
@@ -92,14 +92,14 @@ class Boundaries:
         self._copies_out: defaultdict[int, list[tuple[Event, Tensor]]] = defaultdict(list)
         self._empty: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
-    def swap_out(self, values: Iterable[BoundaryValue], holders: Iterable[GradientHolder]) -> BoundaryOnHost:
+    def swap_out(self, values: Iterable[CrossingMemory], holders: Iterable[GradientHolder]) -> CrossingOnHost:
         """Issue the copies to the host of `values`, and of the gradients of `holders`, which have none meanwhile."""
-        device, away = self._device, BoundaryOnHost()
+        device, away = self._device, CrossingOnHost()
         # The copies are to read what compute has finished.
         device.wait(Stream.SWAP_OUT, device.record(Stream.COMPUTE))
         leaving: list[Tensor] = []
         for value in values:
-            entry, is_copied = self._stash.copy_for_boundary(value.whole)
+            entry, is_copied = self._stash.copy_for_crossing(value.whole)
             if is_copied:
                 leaving.append(value.whole.detach())
             away.values.append((entry, [_Place.of(tensor) for tensor in (value.whole, *value.views)]))
@@ -124,12 +124,12 @@ class Boundaries:
             self._empty[key] = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return self._empty[key]
 
-    def swap_in(self, away: BoundaryOnHost) -> None:
+    def swap_in(self, away: CrossingOnHost) -> None:
         """Issue the copies back; `wait` waits for them."""
         device = self._device
         hosts = [entry.host_tensor for entry, _ in away.values] + [one.host_tensor for one in away.gradients]
         made = [torch.empty_like(host, device=device.torch_device) for host in hosts if host is not None]
-        assert len(made) == len(hosts), "a boundary came back whose copy on the host was released"
+        assert len(made) == len(hosts), "crossing tensors came back whose copy on the host was released"
         # The memory belongs to the compute stream, which may still use it for what had it before.
         device.wait(Stream.SWAP_IN, device.record(Stream.COMPUTE))
         if away.left is not None:
@@ -150,7 +150,7 @@ class Boundaries:
             assert on_host.buffer is not None
             self._stash.release_buffer(on_host.buffer, away.arrived)
 
-    def wait(self, away: BoundaryOnHost) -> None:
+    def wait(self, away: CrossingOnHost) -> None:
         """Let computing wait for what comes back; bring it back first if that has not been issued."""
         if away.arrived is None:
             self.swap_in(away)

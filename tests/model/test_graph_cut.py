@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from harmony_ds.errors import ModelError
-from harmony_ds.model.boundary import cut
+from harmony_ds.model.graph_cut import cut
 from harmony_ds.model.targets import OutputGradient
 
 

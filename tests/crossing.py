@@ -1,4 +1,4 @@
-"""Plans whose boundaries go to the host where a search would leave them on the device."""
+"""Plans whose crossing tensors go to the host where a search would leave them on the device."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from harmony_ds.scheduler.search import Choice, search
 from harmony_ds.step import planner
 
 
-def move_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:
+def move_crossing(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on, what waits between packs waits on the host, as all of the stash does; no graph is kept."""
 
     def found(*args: Any, **more: Any) -> tuple[Choice, ...]:
         choice, (_, costs, _, _, request) = search(*args, **more)[0], args
         packing, policy = choice.plan.packing, choice.plan.policy
-        moved = replace(policy, stash_on_host=len(packing.forward), boundaries_on_host=True, graphs=())
+        moved = replace(policy, stash_on_host=len(packing.forward), crossing_on_host=True, graphs=())
         return (replace(choice, plan=make_plan(packing, costs, request, moved)),)
 
     monkeypatch.setattr(planner, "search", found)
 
 
-def boundaries_in(plan: Plan) -> int:
-    """Return how often a boundary goes to the host in `plan`."""
-    return sum(task.kind in (TaskKind.BOUNDARY_OUT, TaskKind.BOUNDARY_GRADIENTS_OUT) for task in plan.tasks)
+def crossing_in(plan: Plan) -> int:
+    """Return how often crossing tensors go to the host in `plan`."""
+    return sum(task.kind in (TaskKind.CROSSING_OUT, TaskKind.CROSSING_GRADIENTS_OUT) for task in plan.tasks)
