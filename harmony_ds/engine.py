@@ -87,12 +87,12 @@ def initialize(
         lr_scheduler: a scheduler, a callable that makes one from the optimizer, or a list of schedulers, which are stepped
             together; overrides the ds_config's.
         distributed_port: accepted, without effect.
-        mpu: accepted as long as it asks for no other parallelism than copies of the model.
+        mpu: accepted as long as it asks for no other parallelism than replicas of the model.
         dist_init_required: if True, `torch.distributed` and `deepspeed.comm` are initialized, for this process
             alone without a launcher.
         collate_fn: joins the samples of `training_data` to a micro-batch.
         config: the ds_config: a dict, a path, or url-safe base64 of JSON.
-        mesh_param: accepted as long as it asks for no other parallelism than copies of the model.
+        mesh_param: accepted as long as it asks for no other parallelism than replicas of the model.
         config_params: another name of `config`.
         device: an explicit device, instead of the ds_config's.
 

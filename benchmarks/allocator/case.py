@@ -26,7 +26,7 @@ from harmony_ds.device.allocator_room import OTHER_POOLS_BYTES, SEGMENT_BYTES
 from harmony_ds.device.base import Stream
 from harmony_ds.estimate.survey import update_cost
 from harmony_ds.optim.host_optimizer import HostOptimizer
-from harmony_ds.optim.updater import Clipping, GradientNorm
+from harmony_ds.optim.updater import GradientNorm, NormOptions
 from harmony_ds.profiling.hardware import Host, hardware_of
 from harmony_ds.profiling.roofline import on_meta
 from harmony_ds.scheduler.caching_allocator import Block, CachingAllocator, SimulatedOutOfMemoryError
@@ -182,10 +182,10 @@ def record(case: Case, times_replanned: int = 0) -> Recording:
 @contextmanager
 def _without_updates() -> Iterator[None]:
     """Leave out what needs values: updates on the host, the value of a norm, and the fused optimizer's check of devices."""
-    with_clipping = GradientNorm.from_total
+    with_total = GradientNorm.from_total
 
-    def from_total(total: Tensor, clipping: Clipping) -> GradientNorm:  # noqa: ARG001 - it has no value
-        return with_clipping(torch.ones(()), clipping)
+    def from_total(total: Tensor, norm_options: NormOptions) -> GradientNorm:  # noqa: ARG001 - it has no value
+        return with_total(torch.ones(()), norm_options)
 
     def nothing(*_: Any, **__: Any) -> None:
         return None

@@ -219,11 +219,11 @@ def _move_to_slabs(
     store = HostStore(model, decomposition, config.compute_dtype, memory, world, masters, packed, buffers)
     world.agree("weights are there")
     world.broadcast_to_servers(store.tensors())
-    _share_buffers(model, buffers, world)
+    _broadcast_buffers(model, buffers, world)
     return store
 
 
-def _share_buffers(model: nn.Module, packed: Container[str], world: SingleProcess) -> None:
+def _broadcast_buffers(model: nn.Module, packed: Container[str], world: SingleProcess) -> None:
     """Copy the buffers of the first process to all others, but for those in slabs, which are shared already."""
     buffers = {name: buffer for name, buffer in model.named_buffers() if name not in packed}
     first = world.compute_on_first("buffers", lambda: buffers)

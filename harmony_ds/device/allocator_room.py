@@ -16,8 +16,8 @@ SEGMENT_BYTES = (2 + 20) * 2**20
 FIXED_PARTS = 10
 """With fixed segments, one part in so many of a budget may be in fragments: 9.4 % of 24 GiB were on an H200, which ended a
 step."""
-_WORKING_SHARE, _BUDGET_SHARE = 1 / 2, 1 / 12
-"""With segments that grow, fragments as a share of a micro-batch's working memory, and of the budget: the less counts
+_WORKING_FRACTION, _BUDGET_FRACTION = 1 / 2, 1 / 12
+"""With segments that grow, fragments as a fraction of a micro-batch's working memory, and of the budget: the less counts
 (`python -m benchmarks.allocator`)."""
 _STREAMS = 2
 """Streams that allocate device memory in any step: COMPUTE and UPLOAD. PEER does, too, where there are several devices."""
@@ -37,4 +37,4 @@ def fragment_bytes(budget_bytes: int, working_bytes: int) -> int:
         budget_bytes: the most that it may hold.
         working_bytes: the most that one micro-batch takes while it runs through a layer or the loss.
     """
-    return int(min(_WORKING_SHARE * working_bytes, _BUDGET_SHARE * budget_bytes))
+    return int(min(_WORKING_FRACTION * working_bytes, _BUDGET_FRACTION * budget_bytes))

@@ -36,7 +36,7 @@ class CudaDevice(Device):
     """A CUDA device under a hard budget (None: nine tenths of the memory that this process has or could get now)."""
 
     copies_overlap = True
-    _shares: ClassVar[dict[int, list[float]]] = {}
+    _memory_fractions: ClassVar[dict[int, list[float]]] = {}
     """Device index -> memory fractions of this process: without engines, then each engine's. The last is in force."""
     _growing: ClassVar[int] = 0
     """How many devices of living engines have asked for expandable segments of the caching allocator."""
@@ -49,7 +49,7 @@ class CudaDevice(Device):
         self._logical = logical
         _, total_bytes = torch.cuda.mem_get_info(index)
         self.budget_bytes = int(0.9 * self.available_bytes()) if budget_bytes is None else budget_bytes
-        self._share = None if budget_bytes is None else min(1.0, logical * budget_bytes / total_bytes)
+        self._memory_fraction = None if budget_bytes is None else min(1.0, logical * budget_bytes / total_bytes)
         self._given_bytes = budget_bytes
         self._grows_at_first = self._may_grow_segments()
         self._limits = self._grows = False
@@ -205,26 +205,26 @@ class CudaDevice(Device):
             return
         self._limits = True
         self._grow_segments()
-        if self._share is None:
+        if self._memory_fraction is None:
             return
         index = self.torch_device.index
-        shares = self._shares.setdefault(index, [torch.cuda.get_per_process_memory_fraction(index)])
-        shares.append(self._share)
-        torch.cuda.set_per_process_memory_fraction(self._share, index)
+        fractions = self._memory_fractions.setdefault(index, [torch.cuda.get_per_process_memory_fraction(index)])
+        fractions.append(self._memory_fraction)
+        torch.cuda.set_per_process_memory_fraction(self._memory_fraction, index)
 
     def unlimit_process(self) -> None:
         if not self._limits:
             return
         self._limits = False
         self._put_segments_back()
-        if self._share is None:
+        if self._memory_fraction is None:
             return
         index = self.torch_device.index
-        shares = self._shares[index]
-        del shares[shares.index(self._share, 1)]
-        torch.cuda.set_per_process_memory_fraction(shares[-1], index)
-        if len(shares) == 1:
-            del self._shares[index]
+        fractions = self._memory_fractions[index]
+        del fractions[fractions.index(self._memory_fraction, 1)]
+        torch.cuda.set_per_process_memory_fraction(fractions[-1], index)
+        if len(fractions) == 1:
+            del self._memory_fractions[index]
 
     @classmethod
     def _may_grow_segments(cls) -> bool:
@@ -271,10 +271,10 @@ class CudaDevice(Device):
         torch asks its cap for the whole of a request, even where an expandable segment lacks one page of it (alloc_block in
         c10/cuda/CUDACachingAllocator.cpp), and then gives back all that is free. What is in the pool is not asked for.
         """
-        if self._share is None or not self._grows or self._logical > 1:
+        if self._memory_fraction is None or not self._grows or self._logical > 1:
             return
         _, total_bytes = torch.cuda.mem_get_info(self.torch_device)
-        most_bytes = int(self._share * total_bytes) - OTHER_POOLS_BYTES
+        most_bytes = int(self._memory_fraction * total_bytes) - OTHER_POOLS_BYTES
         held: list[Tensor] = []
         with suppress(torch.OutOfMemoryError):  # another program has the memory: requests will find out
             while (room := most_bytes - torch.cuda.memory_reserved(self.torch_device)) >= SEGMENT_BYTES:

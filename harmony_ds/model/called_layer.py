@@ -20,7 +20,7 @@ from harmony_ds.model.intercept import ContextFactory, Request
 from harmony_ds.model.layer_tiles import LayerRun, LayerTiles
 from harmony_ds.model.own_settings import in_force
 from harmony_ds.model.patching import patched
-from harmony_ds.model.recorded_call import RecordedCall, SharedOutput
+from harmony_ds.model.recorded_call import AliasedOutput, RecordedCall
 from harmony_ds.model.targets import OutputGradient, RejectGradient, Targets
 from harmony_ds.model.trees import flatten_all
 from harmony_ds.offload.residency import Leaves, leaf_over
@@ -73,21 +73,21 @@ class CalledLayer:
         """Whether it was not seen to change inputs or buffers, which belong to all rows at once."""
         return not (self.changes_inputs or self.changes_buffers)
 
-    def parameter_storages(self, copies: Leaves) -> set[int]:
-        """Return the storages of the layer's parameters among `copies`."""
-        found: set[int] | None = copies.cache.get(self)
+    def parameter_storages(self, leaves: Leaves) -> set[int]:
+        """Return the storages of the layer's parameters among `leaves`."""
+        found: set[int] | None = leaves.cache.get(self)
         if found is None:
-            found = copies.cache[self] = storages_of(copies[name] for name in self.names if name in copies)
+            found = leaves.cache[self] = storages_of(leaves[name] for name in self.names if name in leaves)
         return found
 
-    def guarded(self, copies: Leaves) -> Leaves:
-        """Return aliases of the layer's `copies` (a pack may hold more) that refuse gradients, for discarded graphs."""
-        found: Leaves | None = copies.cache.get(self.reject_gradient)
+    def guarded(self, leaves: Leaves) -> Leaves:
+        """Return aliases of the layer's `leaves` (a pack may hold more) that refuse gradients, for discarded graphs."""
+        found: Leaves | None = leaves.cache.get(self.reject_gradient)
         if found is None:
-            found = copies.cache[self.reject_gradient] = Leaves({}, copies.attributes, copies.buffers)
+            found = leaves.cache[self.reject_gradient] = Leaves({}, leaves.attributes, leaves.buffers)
             for name in self.names:
-                if name in copies:
-                    one = copies[name]
+                if name in leaves:
+                    one = leaves[name]
                     # What is frozen gets no gradient, and a packed tensor is more than its memory.
                     found[name] = leaf_over(one.detach(), one) if type(one) is nn.Parameter else one
             for alias in found.values():
@@ -95,7 +95,7 @@ class CalledLayer:
                     alias.register_hook(self.reject_gradient.add)
         return found
 
-    def run(self, call: RecordedCall, tensors: list[Tensor], copies: Leaves, targets: Targets) -> CallOutputs:
+    def run(self, call: RecordedCall, tensors: list[Tensor], leaves: Leaves, targets: Targets) -> CallOutputs:
         """Run the call with `tensors`, whose gradients go to `targets`."""
         request, arguments = call.request, call.arguments
         inputs = list(tensors)
@@ -111,7 +111,7 @@ class CalledLayer:
         tracked = inputs if request.grad else []  # tensors of inference mode have no versions
         written_to = [tensor._version for tensor in tracked]
         kwargs = dict(zip(arguments.keywords, values[arguments.positional :], strict=True))
-        result = self.call_forward(request, values[: arguments.positional], kwargs, copies)
+        result = self.call_forward(request, values[: arguments.positional], kwargs, leaves)
         for key in collected:
             del collected[key][: arguments.collected[key]]
         if caches:
@@ -127,22 +127,22 @@ class CalledLayer:
         if altered or written or (collected and any(collected.values())):
             # Views, since the tensors themselves may be among the results.
             views = [inputs[place].view_as(inputs[place]) for place in altered]
-            leaves, shape = flatten_all((result, collected, [values[place] for place in written], views))
+            result_leaves, shape = flatten_all((result, collected, [values[place] for place in written], views))
             for collection in collected.values():
                 collection.clear()  # the call's context is kept
         else:  # the common case
-            leaves, shape = flatten_all((result,))
-        return CallOutputs(inputs, leaves, shape, written, altered, inputs_changed)
+            result_leaves, shape = flatten_all((result,))
+        return CallOutputs(inputs, result_leaves, shape, written, altered, inputs_changed)
 
-    def call_forward(self, request: Request, args: Sequence[Any], kwargs: Mapping[str, Any], copies: Leaves) -> Any:
-        """Call the layer's own forward: with these arguments, on `copies`, in the modes and context of the caller.
+    def call_forward(self, request: Request, args: Sequence[Any], kwargs: Mapping[str, Any], leaves: Leaves) -> Any:
+        """Call the layer's own forward: with these arguments, on `leaves`, in the modes and context of the caller.
 
         What it raises is noted in `request.raised`.
         """
-        installed, forward = self.parameters.installed(copies), request.forward
+        installed, forward = self.parameters.installed(leaves), request.forward
         # Compiled code is one whole: what stands for a module's forward would break it up.
         if self._tiles.size and not hasattr(forward, "_torchdynamo_orig_callable"):
-            run = LayerRun(partial(self._restored, request, copies), self.parameters.are_hooked)
+            run = LayerRun(partial(self._restored, request, leaves), self.parameters.are_hooked)
             installed = patched([*installed.items, *self._tiles.items(self.module, run)])
             forward = self._tiles.wrapped(self.module, forward, run)
         with installed:
@@ -156,10 +156,10 @@ class CalledLayer:
                 raise
 
     @contextmanager
-    def _restored(self, request: Request, copies: Leaves) -> Iterator[None]:
+    def _restored(self, request: Request, leaves: Leaves) -> Iterator[None]:
         """Set all that a part of the layer, run again in the backward pass, finds in the layer's call."""
         alignment = nullcontext() if self.alignment is None else self.alignment()
-        with self.parameters.installed(copies), in_force(request.lane_settings), request.callers_modes(), alignment:
+        with self.parameters.installed(leaves), in_force(request.lane_settings), request.callers_modes(), alignment:
             yield
 
     def _look_at_buffers(self, before: list[tuple[Tensor, int]]) -> None:
@@ -202,13 +202,13 @@ def cut_outputs(call: RecordedCall, outcome: CallOutputs, inputs: list[Tensor], 
     made |= zip(gradients, cut([made[key] for key in gradients], [*gradients.values()]), strict=True)
     call.output_gradients = [gradients.get(id(leaf)) for leaf in tensors]
     if memories:
-        shared = _shared([*memories.values()], outcome)
-        if shared:
-            call.views = [SharedOutput(name, made[key]) for key, memory in memories.items() if memory in shared]
+        aliased = _aliased([*memories.values()], outcome)
+        if aliased:
+            call.views = [AliasedOutput(name, made[key]) for key, memory in memories.items() if memory in aliased]
     return [made[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in outcome.leaves]
 
 
-def _shared(memories: list[int | None], outcome: CallOutputs) -> set[int | None]:
+def _aliased(memories: list[int | None], outcome: CallOutputs) -> set[int | None]:
     """Return the storages of several outputs, or of outputs and unchanged inputs.
 
     When such a tensor is written to in place, the graphs of the others do not know of it.

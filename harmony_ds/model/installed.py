@@ -300,26 +300,26 @@ class LayerParameters:
         with bypass_hooks():
             return any(host._backward_hooks for inner in module.modules() for host in self._hosts.get(inner, ()))
 
-    def installed(self, copies: Leaves) -> patched:
-        """Return a context in which the layer's modules hold `copies`."""
+    def installed(self, leaves: Leaves) -> patched:
+        """Return a context in which the layer's modules hold `leaves`."""
         if self._has_buffers:
-            return with_buffers(self._items(copies), copies.buffers)
-        return patched(copies.cache.get(self) or self._items(copies))
+            return with_buffers(self._items(leaves), leaves.buffers)
+        return patched(leaves.cache.get(self) or self._items(leaves))
 
-    def _items(self, copies: Leaves) -> list[Item]:
+    def _items(self, leaves: Leaves) -> list[Item]:
         items: list[Item] = []
         for module, names in self._names.items():
-            own = {key: copies[name] for key, name in names.items() if name in copies}
+            own = {key: leaves[name] for key, name in names.items() if name in leaves}
             parameters = CallParameters({**module._parameters, **own})
             items.append((module.__dict__, "_parameters", parameters))
-            if module in copies.attributes:
-                items += [(module.__dict__, key, value) for key, value in copies.attributes[module].items()]
+            if module in leaves.attributes:
+                items += [(module.__dict__, key, value) for key, value in leaves.attributes[module].items()]
             if isinstance(module, nn.RNNBase):
                 # It computes with a list. If it made that itself, it would move parameters into cuDNN's memory.
                 weights = [parameters.get(name) for name in module._flat_weights_names]
                 items.append((module.__dict__, "_flat_weights", weights))
                 refs = [w if w is None else weakref.ref(w) for w in weights]
                 items.append((module.__dict__, "_flat_weight_refs", refs))
-        if copies.keys() >= self._all:  # other entries of the modules may change until the next call
-            copies.cache[self] = items
+        if leaves.keys() >= self._all:  # other entries of the modules may change until the next call
+            leaves.cache[self] = items
         return items

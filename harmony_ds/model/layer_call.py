@@ -126,7 +126,7 @@ class LayerCalls:
                     "which cannot be run again. Nothing has been updated. Read losses after engine.step()."
                 )
 
-    def run_attached(self, request: Request, copies: Leaves) -> Any:
+    def run_attached(self, request: Request, leaves: Leaves) -> Any:
         """Run the call as the model wrote it, on device copies of the layer's parameters: outputs keep their graph."""
         layer = self.layers[request.layer]
         if request.grad:
@@ -137,26 +137,26 @@ class LayerCalls:
         values = self._device_transfers.values_to_current(values)
         kwargs = dict(zip(request.kwargs, values[len(request.args) :], strict=True))
         try:
-            outputs = layer.call_forward(request, values[: len(request.args)], kwargs, copies)
+            outputs = layer.call_forward(request, values[: len(request.args)], kwargs, leaves)
         finally:
             restore_caches(held)  # after an error, too, which the model's code may catch
         self._device_transfers.check_input_copies(layer.name)
-        own = layer.parameter_storages(copies)
+        own = layer.parameter_storages(leaves)
         if not own.isdisjoint(storages_of(tensors_in(outputs))):
             with torch.set_grad_enabled(request.grad):
                 outputs = map_tensors(lambda t: copy_with_gradient(t) if storage_of(t) in own else t, outputs)
         self._device_transfers.mark(outputs)
         return outputs
 
-    def begin_head(self, request: Request, copies: Leaves, gather: Callable[[], None]) -> TokenTensor | None:
+    def begin_head(self, request: Request, leaves: Leaves, gather: Callable[[], None]) -> TokenTensor | None:
         """Return the output of a head's call, which is computed with the loss, in tiles of tokens; None: it is not so cut.
 
-        `copies` must stay on the device until `close_heads`.
+        `leaves` must stay on the device until `close_heads`.
 
         Args:
-            gather: called after each tile of the loss's backward pass: adds up the gradients that have reached `copies`.
+            gather: called after each tile of the loss's backward pass: adds up the gradients that have reached `leaves`.
         """
-        weights: Callable[[], AbstractContextManager[Any]] = partial(nullcontext, copies)
+        weights: Callable[[], AbstractContextManager[Any]] = partial(nullcontext, leaves)
         opened = self._open_head_in_tiles(request, weights) if request.grad else None
         if opened is None:
             return None
@@ -202,9 +202,9 @@ class LayerCalls:
         head.record = recorded
         return _output_of(head, request)
 
-    def begin_head_without_gradients(self, request: Request, copies: Leaves) -> TokenTensor | None:
+    def begin_head_without_gradients(self, request: Request, leaves: Leaves) -> TokenTensor | None:
         """Do what `begin_head` does for a forward pass that no gradient goes back through."""
-        weights: Callable[[], AbstractContextManager[Any]] = partial(nullcontext, copies)
+        weights: Callable[[], AbstractContextManager[Any]] = partial(nullcontext, leaves)
         opened = None if request.grad else self._open_head_in_tiles(request, weights)
         if opened is None:
             return None
@@ -247,8 +247,8 @@ class LayerCalls:
             return None
         form = request.layer, opened.hidden.shape, self.tiles.size
         if form not in self._may_run_in_tiles:
-            with weights() as copies:
-                self._may_run_in_tiles[form] = opened.may_run_in_tiles(self.tiles.size, copies)
+            with weights() as leaves:
+                self._may_run_in_tiles[form] = opened.may_run_in_tiles(self.tiles.size, leaves)
         if not self._may_run_in_tiles[form]:
             return None
         (hidden,) = self._device_transfers.to_current([opened.hidden])
@@ -264,36 +264,36 @@ class LayerCalls:
             return None
         return _OpenedHead(layer, request, given.arguments, hidden)
 
-    def may_be_head(self, request: Request, copies: Leaves) -> bool:
+    def may_be_head(self, request: Request, leaves: Leaves) -> bool:
         """Return whether a call gives each token, by itself, more values than it has: if it is the last, it is a head."""
         opened = self._open_head(request)
         if opened is None or opened.hidden.numel() == 0:
             return False
         rank, width = opened.hidden.dim(), opened.hidden.shape[-1]
         try:
-            proof = opened.prove(copies)
+            proof = opened.prove(leaves)
         except TokensMixedError:
             return False
         output = proof.outputs[0]
         is_logits = output.place == TokenPlace(rank - 2) and len(output.shape) == rank and output.shape[-1] > width
         return is_logits and len(proof.outputs) == 1
 
-    def _run_without_grad(self, request: Request, copies: Leaves, rows: Rows) -> Any:
+    def _run_without_grad(self, request: Request, leaves: Leaves, rows: Rows) -> Any:
         """Run a call that no gradient goes through, in slices of its rows if `rows` says so; return its outputs."""
         if rows.cuts:
             given = LayerInputs.from_request(request)
             slicing = self._slicing(request.layer, given, rows)
             if slicing is not None:
                 call = RecordedCall(request, 0, given.arguments, [None] * len(given.tensors), slicing)
-                outcome = self._run_slices(call, slicing, given.tensors, copies, RandomState)
+                outcome = self._run_slices(call, slicing, given.tensors, leaves, RandomState)
                 return given.deliver(outcome, outcome.leaves)
-        return self.run_attached(request, copies)
+        return self.run_attached(request, leaves)
 
     def forward(
         self,
         request: Request,
         number: int,
-        copies: Leaves,
+        leaves: Leaves,
         inter_layer: InterLayerGraph,
         read_state: ReadState,
         rows: Rows = WHOLE_CALLS,
@@ -304,7 +304,7 @@ class LayerCalls:
         (None: no gradient goes through the call).
         """
         if not request.grad:
-            return self._run_without_grad(request, copies, rows), None
+            return self._run_without_grad(request, leaves, rows), None
         layer = self.layers[request.layer]
         given, call = self._record(request, number, inter_layer)
         call.slicing = self._slicing(request.layer, given, rows)
@@ -316,35 +316,35 @@ class LayerCalls:
                 ends: Targets = [layer.reject_gradient if target else None for target in call.targets]
                 if self.layer_tiles.size:
                     with self.layer_tiles.finding_unread(layer.module) as watch:
-                        outcome = layer.run(call, detached, layer.guarded(copies), ends)
+                        outcome = layer.run(call, detached, layer.guarded(leaves), ends)
                     call.unread = watch.unread(outcome.tensors)
                 else:
-                    outcome = layer.run(call, detached, layer.guarded(copies), ends)
+                    outcome = layer.run(call, detached, layer.guarded(leaves), ends)
             else:
-                outcome = self._run_slices(call, call.slicing, detached, copies, read_state)
+                outcome = self._run_slices(call, call.slicing, detached, leaves, read_state)
         except BaseException:
             self.discard(call)
             raise
         if self.checks_recomputation and call.slicing is None:
             call.norms = norms_of(outcome.tensors)
-        outputs = self._cut_outputs(layer, call, given, outcome, copies)
+        outputs = self._cut_outputs(layer, call, given, outcome, leaves)
         self._check_seen(layer, call, outcome.inputs_changed)
         return outputs, self._unless_without_gradient(call)
 
     def forward_with_graph(
-        self, request: Request, number: int, copies: Leaves, inter_layer: InterLayerGraph, read_state: ReadState
+        self, request: Request, number: int, leaves: Leaves, inter_layer: InterLayerGraph, read_state: ReadState
     ) -> tuple[Any, RecordedCall | None]:
-        """Do what `forward` does, for `copies` that stay until `backward`, and keep the layer's graph, if that stays valid.
+        """Do what `forward` does, for `leaves` that stay until `backward`, and keep the layer's graph, if that stays valid.
 
         Such a call saves no inputs and is not run again.
         """
         layer = self.layers[request.layer]
         if not request.grad or not layer.may_keep_graphs:
-            return self.forward(request, number, copies, inter_layer, read_state)
+            return self.forward(request, number, leaves, inter_layer, read_state)
         given, call = self._record(request, number, inter_layer)
-        outcome = layer.run(call, [tensor.detach() for tensor in given.tensors], copies, call.targets)
+        outcome = layer.run(call, [tensor.detach() for tensor in given.tensors], leaves, call.targets)
         call.states.append(read_state())  # after the call, as after a recomputation
-        outputs = self._cut_outputs(layer, call, given, outcome, copies)
+        outputs = self._cut_outputs(layer, call, given, outcome, leaves)
         self._check_seen(layer, call, inputs_changed=False)  # autograd itself checks inputs that a graph has saved
         call.keep_graph(outcome.tensors)
         return outputs, self._unless_without_gradient(call)
@@ -358,13 +358,13 @@ class LayerCalls:
         return given, RecordedCall(request, number, given.arguments, targets)
 
     def _cut_outputs(
-        self, layer: CalledLayer, call: RecordedCall, given: LayerInputs, outcome: CallOutputs, copies: Leaves
+        self, layer: CalledLayer, call: RecordedCall, given: LayerInputs, outcome: CallOutputs, leaves: Leaves
     ) -> Any:
         """Return the outputs of a call for the model, cut from the layer's graph."""
         self._device_transfers.check_input_copies(layer.name)
-        leaves = cut_outputs(call, outcome, given.tensors, layer.parameter_storages(copies), layer.name)
-        self._device_transfers.mark(leaves)  # including those in containers that the layer has written into
-        return given.deliver(outcome, leaves)
+        outputs = cut_outputs(call, outcome, given.tensors, layer.parameter_storages(leaves), layer.name)
+        self._device_transfers.mark(outputs)  # including those in containers that the layer has written into
+        return given.deliver(outcome, outputs)
 
     def _unless_without_gradient(self, call: RecordedCall) -> RecordedCall | None:
         """Return `call`; or, if none of its outputs requires a gradient, discard it and return None."""
@@ -410,21 +410,21 @@ class LayerCalls:
             raise UnseenError(what)
         self._unseen.append(what)
 
-    def backward(self, call: RecordedCall, copies: Leaves, replay: SetState, gather: Callable[[], None]) -> None:
-        """Recompute the call, unless its graph was kept, and propagate output gradients to its inputs and to `copies`.
+    def backward(self, call: RecordedCall, leaves: Leaves, replay: SetState, gather: Callable[[], None]) -> None:
+        """Recompute the call, unless its graph was kept, and propagate output gradients to its inputs and to `leaves`.
 
         Args:
-            gather: called between the slices of a call: adds up the gradients that have reached `copies`.
+            gather: called between the slices of a call: adds up the gradients that have reached `leaves`.
         """
         if self.layer_tiles.size:
             with self.layer_tiles.gathering(gather):
-                self._propagate_through(call, copies, replay, gather)
+                self._propagate_through(call, leaves, replay, gather)
         else:
-            self._propagate_through(call, copies, replay, gather)
+            self._propagate_through(call, leaves, replay, gather)
         self.discard(call)  # only now: no local variable holds the inputs any more
 
     def _propagate_through(
-        self, call: RecordedCall, copies: Leaves, replay: SetState, gather: Callable[[], None]
+        self, call: RecordedCall, leaves: Leaves, replay: SetState, gather: Callable[[], None]
     ) -> None:
         gradients: list[Tensor | None] = []
         some_arrived = False
@@ -436,11 +436,11 @@ class LayerCalls:
             return
         layer = self.layers[call.request.layer]
         if isinstance(call, RecordedHead):
-            self._propagate_through_head(call, gradients, copies, gather)
+            self._propagate_through_head(call, gradients, leaves, gather)
         elif call.graph:
             replay(call.states[0])
             with in_force(call.request.lane_settings):
-                _propagate(layer, call, copies, gradients)
+                _propagate(layer, call, leaves, gradients)
         else:
             with _isolated(layer, call):
                 tensors = self._saved_inputs(layer, call)
@@ -453,8 +453,8 @@ class LayerCalls:
                     replay(call.states[min(number, len(call.states) - 1)])
                     if call.unread >= 0:
                         self._skip_unread(call)
-                    _run_again(layer, call, own, copies, targets)
-                    _propagate(layer, call, copies, given)
+                    _run_again(layer, call, own, leaves, targets)
+                    _propagate(layer, call, leaves, given)
 
     def _skip_unread(self, call: RecordedCall) -> None:
         """Let the recomputation of `call` that follows leave out what nobody reads, unless its outputs are compared."""
@@ -462,13 +462,13 @@ class LayerCalls:
             self.layer_tiles.unread = call.unread
 
     def _propagate_through_head(
-        self, call: RecordedHead, gradients: list[Tensor | None], copies: Leaves, gather: Callable[[], None]
+        self, call: RecordedHead, gradients: list[Tensor | None], leaves: Leaves, gather: Callable[[], None]
     ) -> None:
         assert call.work is not None
         (hidden,) = self._saved_inputs(self.layers[call.request.layer], call)
         flat = hidden.detach().reshape(-1, hidden.shape[-1]).requires_grad_(call.targets[0] is not None)
         beside = {operand: operand.value for operand in call.beside}
-        with in_force(call.request.lane_settings), call.work.head.using(copies, gather):
+        with in_force(call.request.lane_settings), call.work.head.using(leaves, gather):
             total, sums = call.work.propagate(flat, beside, gradients)
         if call.targets[0] is not None and total is not None:
             call.targets[0].add(total.view(hidden.shape))
@@ -477,7 +477,7 @@ class LayerCalls:
             propagate([edge for edge, _ in known], [one for _, one in known])
 
     def recompute(
-        self, call: RecordedCall, copies: Leaves, replay: SetState, as_in_steps: bool = False
+        self, call: RecordedCall, leaves: Leaves, replay: SetState, as_in_steps: bool = False
     ) -> list[Tensor]:
         """Recompute the whole call and keep its graph for `backward`; return its outputs, detached.
 
@@ -489,7 +489,7 @@ class LayerCalls:
             replay(call.states[0])
             if as_in_steps and call.unread >= 0:
                 self._skip_unread(call)
-            return [t.detach() for t in _run_again(layer, call, self._saved_inputs(layer, call), copies, call.targets)]
+            return [t.detach() for t in _run_again(layer, call, self._saved_inputs(layer, call), leaves, call.targets)]
 
     def _saved_inputs(self, layer: CalledLayer, call: RecordedCall) -> list[Tensor]:
         """Return the call's inputs, detached; raise ModelError if one was changed in place."""
@@ -497,7 +497,7 @@ class LayerCalls:
         return [t.clone() for t in tensors] if layer.changes_inputs else tensors
 
     def trial(
-        self, request: Request, copies: Leaves, slicing: Slicing | None = None
+        self, request: Request, leaves: Leaves, slicing: Slicing | None = None
     ) -> tuple[RecordedCall, list[Tensor]]:
         """Run a call with gradients, whole or sliced, to learn about its layer; return its record and its outputs."""
         layer = self.layers[request.layer]
@@ -509,32 +509,32 @@ class LayerCalls:
         if slicing is None:
             call.states.append(RandomState())
             ends: Targets = [layer.reject_gradient if target else None for target in targets]
-            outputs = layer.run(call, detached, layer.guarded(copies), ends).tensors
+            outputs = layer.run(call, detached, layer.guarded(leaves), ends).tensors
         else:
-            outputs = self._run_slices(call, slicing, detached, copies, RandomState).tensors
+            outputs = self._run_slices(call, slicing, detached, leaves, RandomState).tensors
         call.output_gradients = [OutputGradient(0, t) if t.requires_grad else None for t in outputs]
         call.tensors = [StashEntry(t, layer.name) for t in given.tensors]
         return call, [t.detach() for t in outputs]
 
-    def propagate_trial(self, call: RecordedCall, copies: Leaves) -> list[Tensor | None]:
-        """Propagate gradients of the outputs of a trial to `copies`, and to its inputs, whose gradients are returned."""
-        self.backward(call, copies, lambda state: None, lambda: None)
+    def propagate_trial(self, call: RecordedCall, leaves: Leaves) -> list[Tensor | None]:
+        """Propagate gradients of the outputs of a trial to `leaves`, and to its inputs, whose gradients are returned."""
+        self.backward(call, leaves, lambda state: None, lambda: None)
         return [None if target is None else target.pop() for target in call.targets]
 
     def _run_slices(
-        self, call: RecordedCall, slicing: Slicing, tensors: list[Tensor], copies: Leaves, read_state: ReadState
+        self, call: RecordedCall, slicing: Slicing, tensors: list[Tensor], leaves: Leaves, read_state: ReadState
     ) -> CallOutputs:
         """Run the call's forward with detached `tensors`, slice by slice."""
         layer = self.layers[call.request.layer]
         ends: Targets = [layer.reject_gradient if target else None for target in call.targets]
-        copies = layer.guarded(copies)
+        leaves = layer.guarded(leaves)
         call.states.append(read_state())
         whole = SliceAssembler(slicing, tensors)
         first: CallOutputs | None = None
         for part in slicing.slices(slicing.forward):
             if part.first and slicing.draws:
                 call.states.append(read_state())
-            outcome = layer.run(call, slicing.inputs_of(part, tensors), copies, ends)
+            outcome = layer.run(call, slicing.inputs_of(part, tensors), leaves, ends)
             whole.add(part, outcome.inputs, outcome.leaves)
             first = first or CallOutputs(tensors, whole.leaves, outcome.shape, outcome.written, [])
             first.inputs_changed |= outcome.inputs_changed
@@ -578,12 +578,12 @@ class _OpenedHead:
     def tokens(self) -> int:
         return self.hidden.shape[:-1].numel()
 
-    def run(self, hidden: Tensor, copies: Leaves) -> Any:
-        """Run the layer's forward on other hidden states, and on `copies` of its parameters."""
+    def run(self, hidden: Tensor, leaves: Leaves) -> Any:
+        """Run the layer's forward on other hidden states, and on `leaves` of its parameters."""
         args, kwargs = self._with(hidden)
-        return self.layer.call_forward(self.request, args, kwargs, copies)
+        return self.layer.call_forward(self.request, args, kwargs, leaves)
 
-    def prove(self, copies: Leaves) -> TokenProof:
+    def prove(self, leaves: Leaves) -> TokenProof:
         """Prove that the layer's forward treats each token of a row by itself; they lie in the last dimension but one.
 
         Raises:
@@ -591,9 +591,9 @@ class _OpenedHead:
         """
         whole, part = _TOKENS_OF_A_PROOF
         rows = [1] * (self.hidden.dim() - 2)
-        return self._prove((*rows, whole, self.hidden.shape[-1]), len(rows), [part], copies)
+        return self._prove((*rows, whole, self.hidden.shape[-1]), len(rows), [part], leaves)
 
-    def may_run_in_tiles(self, tile: int, copies: Leaves) -> bool:
+    def may_run_in_tiles(self, tile: int, leaves: Leaves) -> bool:
         """Return whether the layer gives tiles of `tile` tokens, of rows one after the other, what it gives all of them.
 
         For torch's own linear layer that is known. Of any other it is proved for the numbers of rows and tokens that run,
@@ -606,21 +606,21 @@ class _OpenedHead:
         *rows, _, width = self.hidden.shape
         tiles = [tile, self.tokens % tile] if self.tokens % tile else [tile]
         try:
-            self._prove(tuple(self.hidden.shape), len(rows), tiles, copies)
+            self._prove(tuple(self.hidden.shape), len(rows), tiles, leaves)
             for dim, count in enumerate(rows):
                 if count > 1:
                     for tokens in tiles:
-                        self._prove((*rows, tokens, width), dim, [1], copies)
+                        self._prove((*rows, tokens, width), dim, [1], leaves)
         except TokensMixedError:
             return False
         return True
 
-    def _prove(self, shape: tuple[int, ...], dim: int, tiles: list[int], copies: Leaves) -> TokenProof:
+    def _prove(self, shape: tuple[int, ...], dim: int, tiles: list[int], leaves: Leaves) -> TokenProof:
         with FakeTensorMode():  # of any number of tokens, without memory
             hidden = torch.empty(shape, dtype=self.hidden.dtype, device=self.hidden.device, requires_grad=True)
         args, kwargs = self._with(hidden)
         call = ModuleCall.taken_apart(self.layer.module, self.request.forward, args, kwargs)
-        with self.layer.parameters.installed(copies), self.request.callers_modes():
+        with self.layer.parameters.installed(leaves), self.request.callers_modes():
             return prove(call, dim, tiles)
 
     def _with(self, hidden: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -653,16 +653,16 @@ def _with_settings(own: LaneSettings, buffers: Buffers) -> Iterator[None]:
 
 
 def _run_again(
-    layer: CalledLayer, call: RecordedCall, tensors: list[Tensor], copies: Leaves, targets: Targets
+    layer: CalledLayer, call: RecordedCall, tensors: list[Tensor], leaves: Leaves, targets: Targets
 ) -> list[Tensor]:
     """Run the call (or a slice of it) again, keep its graph, and return the outputs."""
-    outputs = layer.run(call, tensors, copies, targets).tensors
+    outputs = layer.run(call, tensors, leaves, targets).tensors
     call.check(outputs, layer.name)
     call.keep_graph(outputs)
     return outputs
 
 
-def _propagate(layer: CalledLayer, call: RecordedCall, copies: Leaves, gradients: Sequence[Tensor | None]) -> None:
+def _propagate(layer: CalledLayer, call: RecordedCall, leaves: Leaves, gradients: Sequence[Tensor | None]) -> None:
     """Propagate the `gradients` of the outputs of a call, as far as there are any, through its graph."""
     edges: list[GradientEdge] = []
     arrived: list[Tensor | None] = []
@@ -671,7 +671,7 @@ def _propagate(layer: CalledLayer, call: RecordedCall, copies: Leaves, gradients
             edges.append(edge)
             arrived.append(gradient)
     if layer.parameters.has_packed:  # HQQ's backward pass dequantizes weights of its module again
-        with layer.parameters.installed(copies):
+        with layer.parameters.installed(leaves):
             propagate(edges, arrived)
     else:
         propagate(edges, arrived)

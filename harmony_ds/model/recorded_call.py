@@ -52,7 +52,7 @@ class RecordedCall:
     states: list[RandomState] = field(default_factory=list)
     output_gradients: list[OutputGradient | None] = field(default_factory=list)
     graph: list[GradientEdge | None] = field(default_factory=list)
-    views: list[SharedOutput] = field(default_factory=list)
+    views: list[AliasedOutput] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     unread: int = -1
 
@@ -147,7 +147,7 @@ class WriteCheck:
         return self._counter._version != self._version
 
 
-class SharedOutput(WriteCheck):
+class AliasedOutput(WriteCheck):
     """An output of `layer` that shares its memory with another output or an input."""
 
     __slots__ = ("_layer",)

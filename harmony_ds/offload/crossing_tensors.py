@@ -89,7 +89,7 @@ class CrossingTensors:
         self._ledger = ledger
         self._stash = stash
         # Device number -> (event after the copy to the host, the tensor that is copied).
-        self._copies_out: defaultdict[int, list[tuple[Event, Tensor]]] = defaultdict(list)
+        self._leaving: defaultdict[int, list[tuple[Event, Tensor]]] = defaultdict(list)
         self._empty: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def swap_out(self, values: Iterable[CrossingMemory], holders: Iterable[GradientHolder]) -> CrossingOnHost:
@@ -115,7 +115,7 @@ class CrossingTensors:
             leaving.append(gradient)
             holder.gradient = None
         away.left = device.record(Stream.SWAP_OUT)
-        self._copies_out[device.number] += [(away.left, tensor) for tensor in leaving]
+        self._leaving[device.number] += [(away.left, tensor) for tensor in leaving]
         return away
 
     def _without_memory(self, tensor: Tensor) -> Tensor:
@@ -157,15 +157,15 @@ class CrossingTensors:
         assert away.arrived is not None
         self._device.wait(Stream.COMPUTE, away.arrived)
 
-    def free_copied(self) -> None:
+    def free_leaving(self) -> None:
         """Free the device memory of what has left; to be called after the run under which the copies were issued."""
-        for copied, _ in self._copies_out.pop(self._device.number, ()):
+        for copied, _ in self._leaving.pop(self._device.number, ()):
             # The memory belongs to the compute stream, which may reuse it only after the copy.
             self._device.wait(Stream.COMPUTE, copied)
 
-    def discard_copies(self) -> None:
+    def discard_leaving(self) -> None:
         """Discard copies under way after a failed step; to be called when the stash has ordered all streams."""
-        self._copies_out.clear()
+        self._leaving.clear()
 
 
 def is_dense(tensor: Tensor) -> bool:

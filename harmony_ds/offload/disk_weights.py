@@ -43,23 +43,23 @@ class DiskWeights:
         """Bytes of the chunks."""
         return len(self._chunks) * self._chunks[0][0].nbytes  # no loop over them: the thread moves them meanwhile
 
-    def swap_in(self, copies: CopyPairs, free: Event) -> Future[Event]:
+    def swap_in(self, pairs: CopyPairs, free: Event) -> Future[Event]:
         """Begin to copy tensors of the file to the device; return a promise of the event after the copies.
 
         Args:
-            copies: pairs of a tensor in the file and one on the device.
+            pairs: pairs of a tensor in the file and one on the device.
             free: event after which the device's tensors may be written.
         """
         device = self.device.current_member()
-        return submit(self._reader, partial(self._copy, copies, device, free, device.on(Stream.DISK)))
+        return submit(self._reader, partial(self._copy, pairs, device, free, device.on(Stream.DISK)))
 
     @torch.inference_mode()  # otherwise tensors that the caller made in inference mode could not be written
-    def _copy(self, copies: CopyPairs, device: Device, free: Event, context: StreamContext) -> Event:
+    def _copy(self, pairs: CopyPairs, device: Device, free: Event, context: StreamContext) -> Event:
         # The swap-in stream has waited for the work that may still use the buffer's memory.
         device.wait(Stream.DISK, free)
         try:
             with context:
-                for source, target in copies:
+                for source, target in pairs:
                     step = self._chunks[0][0].numel() // source.element_size()
                     for begin in range(0, source.numel(), step):
                         self._copy_chunk(source[begin : begin + step], target[begin : begin + step], device)

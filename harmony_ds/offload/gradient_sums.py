@@ -76,19 +76,19 @@ class GradientSums(ABC):
 
     def pop(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Remove the gradients of `names`, and return copies of them on the host."""
-        copies = self.copies_of(names)
+        on_host = self.copy_to_host(names)
         self.discard(names)
-        return copies
+        return on_host
 
     @torch.no_grad()
-    def copies_of(self, names: Iterable[str]) -> dict[str, Tensor]:
+    def copy_to_host(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return copies on the host of the gradients of `names`."""
-        copies: dict[str, Tensor] = {}
+        on_host: dict[str, Tensor] = {}
         for name in names:
             gradient = self.gradient(name)
             if gradient is not None:
-                copies[name] = gradient.to("cpu", copy=True)
-        return copies
+                on_host[name] = gradient.to("cpu", copy=True)
+        return on_host
 
     def _trained(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield the gradients of those of `names` that the optimizer has."""

@@ -10,8 +10,8 @@ A pack's gradients take this way, once a step:
     6. cast      to the dtype of the masters, if that is another one, and scaled by clipping (`for_update`)
     7. update    the optimizer steps with them; then the buffer is free for another pack (`clear_gradients`)
 
-With several processes, step 4 copies to memory that a server's processes share (`copy_to_shared`), and the update thread
-adds up this process's pieces from there (`sum_shared`).
+With several processes, step 4 copies to memory that a server's processes share (`copy_to_slot`), and the update thread
+adds up this process's pieces from there (`sum_slots`).
 
 With immediate updates, a few buffers serve all packs in turn. With updates that wait for the norm, every pack keeps a
 buffer until its update.
@@ -23,8 +23,9 @@ Where the gradient of a parameter is, and who may read it there:
     DeviceCopy.gradients        the sum after it (2)     SWAP_OUT              the engine's thread
     DeviceCopy.earlier_sums     a shared loss begins     it ends               nobody: it goes back to the leaf
     these, of resident packs    a backward pass          UPDATE_ON_DEVICE      the engine's thread
-    Updates._reduced, ._shared  REDUCE                   SWAP_OUT              SWAP_OUT
-    Updates._copies_out         SWAP_OUT (4)             FREE_GRADIENTS        the copies that are under way
+    GradientTasks._reduced,     REDUCE                   SWAP_OUT              SWAP_OUT
+      ._in_slots                SWAP_OUT                 REDUCE                REDUCE
+    GradientTasks._leaving      SWAP_OUT (4)             FREE_GRADIENTS        the copies that are under way
     HostGradients._transfers    the deposit (5)          UPDATE (7)            the update thread; others ask it
     .grad on the host           the program's backward   SWAP_OUT, or UPDATE   the program (`UserGradients`)
     the same, while updated     UPDATE                   its end               the optimizer (`is_updating`)
@@ -71,8 +72,8 @@ class GradientTransfer:
 
 
 @dataclass(frozen=True, slots=True)
-class SharedGradients:
-    """One pack's gradients in memory that the processes of a server share, where each process adds up its pieces.
+class SlotGradients:
+    """One pack's gradients in a slot of this process (`distributed.slots`): each process adds up its pieces of all slots.
 
     Attributes:
         elements: the place in that memory of every parameter that could have a gradient.
@@ -201,9 +202,9 @@ class HostGradients(GradientSums):
             found = self._layouts[key] = layout_of(gradients, self._dtype.itemsize)
         return found
 
-    def copy_to_shared(
+    def copy_to_slot(
         self, gradients: dict[str, Tensor], leaves: Mapping[str, Tensor], check: Callable[[], None]
-    ) -> SharedGradients:
+    ) -> SlotGradients:
         """Issue the copies of a pack's gradients to memory that the server's processes share.
 
         Args:
@@ -223,10 +224,10 @@ class HostGradients(GradientSums):
         nbytes = sum(slab_bytes(gradient.numel(), self._dtype.itemsize) for gradient in gradients.values())
         self._ledger.book_out(TrafficKind.GRADIENTS, nbytes)
         elements = {name: slice(place.start, place.start + place.shape.numel()) for name, place in places.items()}
-        return SharedGradients(elements, tuple(gradients), device.record(Stream.SWAP_OUT))
+        return SlotGradients(elements, tuple(gradients), device.record(Stream.SWAP_OUT))
 
-    def sum_shared(
-        self, kind: str, shared: SharedGradients, extra: int | None
+    def sum_slots(
+        self, kind: str, in_slots: SlotGradients, extra: int | None
     ) -> tuple[GradientTransfer, Callable[[], None]]:
         """Return a transfer for this process's pieces of the gradients' means, and a function that computes them.
 
@@ -235,17 +236,17 @@ class HostGradients(GradientSums):
             extra: as in `swap_out`.
         """
         assert isinstance(self.world, World)
-        total: HostSum = self.world.reduce_on_host(kind, shared.elements, shared.here)
+        total: HostSum = self.world.reduce_on_host(kind, in_slots.elements, in_slots.here)
         sizes = {name: torch.Size([numel]) for name, numel in total.pieces.items()}
         places, numel = layout_of(sizes, self._dtype.itemsize)
         buffer = self._acquire_buffer(numel * self._dtype.itemsize, extra)
         memory = buffer.memory[: numel * self._dtype.itemsize].view(self._dtype)
         pieces = {name: place.view(memory) for name, place in places.items()}
-        transfer = GradientTransfer(pieces, shared.arrived, buffer)
+        transfer = GradientTransfer(pieces, in_slots.arrived, buffer)
         means = dict(pieces)
 
         def write() -> None:
-            shared.arrived.synchronize()
+            in_slots.arrived.synchronize()
             total.write(means)
 
         return transfer, write

@@ -237,8 +237,8 @@ class Stash:
             self._device.enter(number)
             self._free_copied()
             # Memory of the compute stream is dropped that copies may still read or write.
-            for copies in (Stream.SWAP_IN, Stream.SWAP_OUT, Stream.PEER):
-                self._device.wait(Stream.COMPUTE, self._device.record(copies))
+            for stream in (Stream.SWAP_IN, Stream.SWAP_OUT, Stream.PEER):
+                self._device.wait(Stream.COMPUTE, self._device.record(stream))
         self._device.enter(HOME)
 
     def destroy(self) -> None:

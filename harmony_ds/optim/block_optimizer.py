@@ -230,11 +230,11 @@ class BlockOptimizer(HostOptimizer):
 
     def _write_block(self, name: str, block: slice, values: Tensor, block_state: StateTensors) -> None:
         """Write the values of a block, and its slices of the states, after its step."""
-        copies: list[tuple[Tensor, Tensor]] = []  # from, to
+        states: list[tuple[Tensor, Tensor]] = []  # from, to
         for key, value in block_state.items():
-            copies.append((value, self._memory_of_state(name, key, value)[block]))
+            states.append((value, self._memory_of_state(name, key, value)[block]))
         if block.start < block.stop:
-            self._store_block(name, block, values, copies)
+            self._store_block(name, block, values, states)
 
     def _memory_of_state(self, name: str, key: str, value: Tensor) -> Tensor:
         """Return the whole state `key` of `name`, flat; made at its first step, which gave a block the state `value`."""
@@ -249,9 +249,9 @@ class BlockOptimizer(HostOptimizer):
         whole: Tensor = state[key].view(-1)
         return whole
 
-    def _store_block(self, name: str, block: slice, values: Tensor, copies: list[tuple[Tensor, Tensor]]) -> None:
+    def _store_block(self, name: str, block: slice, values: Tensor, states: list[tuple[Tensor, Tensor]]) -> None:
         self._blocks.write_block(name, block, values)
-        for value, memory in copies:
+        for value, memory in states:
             if memory.data_ptr() != value.data_ptr():
                 memory.copy_(value)
 
@@ -289,11 +289,11 @@ class SplitOptimizer(BlockOptimizer):
         self._split_step.aim(name, block)
         return torch.empty(block.stop - block.start)
 
-    def _store_block(self, name: str, block: slice, values: Tensor, copies: list[tuple[Tensor, Tensor]]) -> None:
+    def _store_block(self, name: str, block: slice, values: Tensor, states: list[tuple[Tensor, Tensor]]) -> None:
         if self._split_step is None:
-            super()._store_block(name, block, values, copies)
+            super()._store_block(name, block, values, states)
             return
-        for value, memory in copies:  # the loop has written the masters
+        for value, memory in states:  # the loop has written the masters
             if memory.data_ptr() != value.data_ptr():
                 memory.copy_(value)
 

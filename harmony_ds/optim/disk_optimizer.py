@@ -81,11 +81,11 @@ class DiskOptimizer(BlockOptimizer):
             block_state = {key: self._disk.file.copy_of(on_disk) for key, on_disk in block_state.items()}
         return values, block_state
 
-    def _store_block(self, name: str, block: slice, values: Tensor, copies: list[tuple[Tensor, Tensor]]) -> None:
+    def _store_block(self, name: str, block: slice, values: Tensor, states: list[tuple[Tensor, Tensor]]) -> None:
         @torch.no_grad()
         def write() -> None:
             self._blocks.write_block(name, block, values)
-            for value, on_disk in copies:
+            for value, on_disk in states:
                 self._disk.file.write(value, on_disk)
 
         self._writes.append(submit(self._writer, write))

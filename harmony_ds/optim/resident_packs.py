@@ -112,10 +112,10 @@ class ResidentPacks(GradientSums):
         for name in fresh:
             if name in self._watched:
                 self._watched[name] = self._store.weight(name).clone()
-        shared = {name: self._weights[name] for name in names if name not in copy.memory}
-        if shared:
-            copy.leaves.add(self._residency.leaves_over(shared))
-            copy.memory.update(shared)
+        present = {name: self._weights[name] for name in names if name not in copy.memory}
+        if present:
+            copy.leaves.add(self._residency.leaves_over(present))
+            copy.memory.update(present)
         if self._optimizer is not None:
             self._load_training_state([name for name in fresh if self._optimizer.trains(name)], self._optimizer)
 
@@ -355,9 +355,9 @@ class ResidentPacks(GradientSums):
 
     def pop_all(self) -> dict[str, Tensor]:
         """Remove all gradients and their norms, and return copies of the gradients on the host."""
-        copies = self.copies_of(self._weights)
+        on_host = self.copy_to_host(self._weights)
         self.clear_gradients()
-        return copies
+        return on_host
 
     def send_norms(self) -> Callable[[], Mapping[str, Tensor]]:
         """Issue the copy of all norms so far to the host; return a function, for any thread, that waits for them."""

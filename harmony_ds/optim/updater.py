@@ -4,18 +4,18 @@ The engine's thread queues jobs; this thread runs them in the order of step and 
 
     engine's thread      update thread
     deposit(transfer)    keep the gradients, which are on their way; add up those of a parameter that has several
-    measure(names)       compute their norms (only with clipping)
-    norm(clipping)       sum up the norms: the factor of all gradients (only with clipping, once a step)
+    measure(names)       compute their norms (only of deferred updates)
+    norm(norm_options)   sum up the norms: the factor of all gradients (only of deferred updates, once a step)
     update(pack, ...)    wait for the gradients, scale them, step the optimizer, copy masters to weights
     wait(pack)           (the engine's thread blocks until that is done)
 
-Without clipping, update(pack) is queued right after the deposit of its gradients, and of several updates in the queue the
-pack that is needed first is updated first. With clipping, every pack's gradients are deposited and measured, norm() is
-queued once, then the updates in forward order.
+Deferred updates wait for the norm of all gradients, by which these are clipped or, if it is not finite, dropped: every
+pack's gradients are deposited and measured, norm() is queued once, then the updates in forward order. Other updates are
+queued right after the deposit of their gradients; of several in the queue, the pack that is needed first comes first.
 
 From the handler of an UPDATE task to the compiled step there are six frames:
 
-    engine's thread    Updates.update -> Updater.update, which queues a job
+    engine's thread    GradientTasks.update -> Updater.update, which queues a job
     update thread      Updater._work -> Updater._update -> HostOptimizer.step -> (DeepSpeed's step) -> GilFreeOp.update
 
 An error on the thread ends it, and is raised as itself in the next call of the engine's thread.
@@ -52,8 +52,8 @@ _Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
-class Clipping:
-    """How gradients are scaled before an update.
+class NormOptions:
+    """What deferred updates do by the norm of all gradients: scale these, or skip the step.
 
     Attributes:
         max_norm: clip to this global norm (0: not at all).
@@ -83,17 +83,17 @@ class GradientNorm:
     overflow: bool
 
     @staticmethod
-    def from_total(total: Tensor, clipping: Clipping) -> GradientNorm:
-        """Return the norm and the factor for `clipping`; `total`: the norm, with the loss scale still in it."""
-        if clipping.loss_scale != 1.0:
-            total = total / clipping.loss_scale
+    def from_total(total: Tensor, norm_options: NormOptions) -> GradientNorm:
+        """Return the norm and the factor for `norm_options`; `total`: the norm, with the loss scale still in it."""
+        if norm_options.loss_scale != 1.0:
+            total = total / norm_options.loss_scale
         coefficient: Tensor | None = None
-        if clipping.max_norm > 0:
-            coefficient = torch.clamp(clipping.max_norm / (total + 1e-6), max=1.0)
-        if clipping.loss_scale != 1.0:
-            coefficient = (torch.ones(()) if coefficient is None else coefficient) / clipping.loss_scale
+        if norm_options.max_norm > 0:
+            coefficient = torch.clamp(norm_options.max_norm / (total + 1e-6), max=1.0)
+        if norm_options.loss_scale != 1.0:
+            coefficient = (torch.ones(()) if coefficient is None else coefficient) / norm_options.loss_scale
         value = total.item()
-        return GradientNorm(value, coefficient, clipping.skip_overflow and not math.isfinite(value))
+        return GradientNorm(value, coefficient, norm_options.skip_overflow and not math.isfinite(value))
 
 
 class PendingNorm(Future[GradientNorm]):
@@ -106,7 +106,7 @@ class PendingNorm(Future[GradientNorm]):
 
     def result(self, timeout: float | None = None) -> GradientNorm:
         if self._known is None:
-            self._known = GradientNorm.from_total(self._posted.result(timeout)(), Clipping())
+            self._known = GradientNorm.from_total(self._posted.result(timeout)(), NormOptions())
         return self._known
 
     def done(self) -> bool:
@@ -215,9 +215,11 @@ class Updater:
         """Queue the reading, by `read`, of norms of gradients that stay on the device."""
         self._queue(_FIRST, partial(self._read_norms, read))
 
-    def norm(self, clipping: Clipping) -> Future[GradientNorm]:
+    def norm(self, norm_options: NormOptions) -> Future[GradientNorm]:
         """Queue the global norm of all measured gradients."""
-        return self._queue(_FIRST, partial(self._compute_norm, self._world.next_norm_number(), clipping, self._timed()))
+        return self._queue(
+            _FIRST, partial(self._compute_norm, self._world.next_norm_number(), norm_options, self._timed())
+        )
 
     def norm_of_updates(self) -> Future[GradientNorm]:
         """Queue the global norm of the gradients of all queued updates: after these, and before those of later steps."""
@@ -397,9 +399,11 @@ class Updater:
     def _read_norms(self, read: Callable[[], Mapping[str, Tensor]]) -> None:
         self._gradients.norms.update(read())
 
-    def _compute_norm(self, number: int, clipping: Clipping, timed: AbstractContextManager[object]) -> GradientNorm:
+    def _compute_norm(
+        self, number: int, norm_options: NormOptions, timed: AbstractContextManager[object]
+    ) -> GradientNorm:
         with timed:
-            return GradientNorm.from_total(self._post_norm(number)(), clipping)
+            return GradientNorm.from_total(self._post_norm(number)(), norm_options)
 
     def _post_norm(self, number: int) -> Callable[[], Tensor]:
         """Post this process's part of the norm; return a function that waits for all processes' and returns the norm."""

@@ -80,7 +80,7 @@ class Measurement(LayerCallObserver):
         self._versions: dict[str, int] = {}  # of unlayered parameters' gradients
         self._reached: dict[InterLayerGradient, None] = {}  # in the order that gradients came to them
         self._inputs: list[Tensor] = []  # of the last call; in a graph that is not cut they would stay
-        self._shared_inputs: set[tuple[int, int]] = set()  # where those among them are that the call before took, too
+        self._repeated_inputs: set[tuple[int, int]] = set()  # where those among them are that the call before took, too
         self._values = WaitingValues()
         self._crossing: list[_Crossing] = []
         self._base = 0  # bytes alive before the first call
@@ -177,7 +177,7 @@ class Measurement(LayerCallObserver):
             lead = interval.peak()
         known = {id(tensor) for tensor in self._inputs}
         self._inputs = tensors_in((request.args, request.kwargs))
-        self._shared_inputs = {_place(t) for t in self._inputs if id(t) in known}
+        self._repeated_inputs = {_place(t) for t in self._inputs if id(t) in known}
         # What calls have stashed and is alive for another reason: here, the stash is released at once.
         stashed = sum({s.storage.cdata: s.nbytes for s in self._stashed if not s.storage.expired()}.values())
         alive = max(0, interval.alive() - self._base - stashed)
@@ -329,7 +329,7 @@ class Measurement(LayerCallObserver):
                 first += entry.nbytes
                 self._stashed.append(_StashedInput(memory, storage.nbytes(), recorded.number))
                 bases[memory.cdata] = bases.get(memory.cdata, storage.nbytes()) - entry.nbytes
-            elif _place(entry.device_tensor) in self._shared_inputs:
+            elif _place(entry.device_tensor) in self._repeated_inputs:
                 again_at_cut += entry.nbytes
             else:
                 again += entry.nbytes

@@ -180,8 +180,8 @@ class ModelPasses(LayerCallObserver):
             return
         with explaining_errors():
             was_there = self.untouched.set_aside(reachable_nodes([get_gradient_edge(loss).node]))
-            shared = not self.inter_layer.is_trivial and self.inter_layer.touches(loss)
-            loss.backward(retain_graph=shared or was_there)
+            keeps_graph = not self.inter_layer.is_trivial and self.inter_layer.touches(loss)
+            loss.backward(retain_graph=keeps_graph or was_there)
 
     @contextmanager
     def made_up_gradients(self, call: RecordedCall) -> Iterator[list[GradientTarget]]:

@@ -121,11 +121,11 @@ class RowProbe:
         self._after_call = random.snapshot()
         return result
 
-    def _trial(self, request: Request, copies: Leaves, slicing: Slicing | None = None) -> _Trial:
-        return _Trial(*self._runtime.layer_calls.trial(request, copies, slicing))
+    def _trial(self, request: Request, leaves: Leaves, slicing: Slicing | None = None) -> _Trial:
+        return _Trial(*self._runtime.layer_calls.trial(request, leaves, slicing))
 
     def _compare(
-        self, request: Request, trial: _Trial, copies: Leaves, calls_with_fewer_rows: Sequence[_CallShapes]
+        self, request: Request, trial: _Trial, leaves: Leaves, calls_with_fewer_rows: Sequence[_CallShapes]
     ) -> None:
         """Note where the rows of the last call are, or why its layer cannot be cut."""
         position = len(self._calls) - 1
@@ -144,7 +144,7 @@ class RowProbe:
             refused[layer] = "where its tensors hold the rows cannot be told from their shapes"
         elif not self._note_dims(layer, more.places, dims):
             refused[layer] = "its calls hold the rows in different places"
-        elif self._runtime.device.has_values and not self._rows_are_independent(request, trial, dims, copies):
+        elif self._runtime.device.has_values and not self._rows_are_independent(request, trial, dims, leaves):
             refused[layer] = "its rows depend on each other"
 
     def _note_dims(self, layer: int, places: Places, dims: RowDims) -> bool:
@@ -157,23 +157,23 @@ class RowProbe:
         self._dims[layer][places] = fewest
         return replace(known, per_row=1) == replace(dims, per_row=1)
 
-    def _rows_are_independent(self, request: Request, trial: _Trial, dims: RowDims, copies: Leaves) -> bool:
+    def _rows_are_independent(self, request: Request, trial: _Trial, dims: RowDims, leaves: Leaves) -> bool:
         """Return whether a call's rows give the same in slices, and nothing to each other's gradients."""
         rows = self._rows * dims.per_row
         slicing = Slicing(dims, rows, rows - 1, rows - 1)
         all_but_last = next(slicing.slices(rows - 1))
         # Without a gradient, a row gives none: also where a gradient is added on the way (a loss of the layer's own).
-        input_gradients = self._propagate(trial, dims, copies, 1.0, zeroed=all_but_last)
+        input_gradients = self._propagate(trial, dims, leaves, 1.0, zeroed=all_but_last)
         for gradient, dim in zip(input_gradients, dims.inputs, strict=True):
             if gradient is not None and dim is not None and all_but_last.narrow(gradient, dim).any():
                 return False
-        copies.drop_gradients()
+        leaves.drop_gradients()
         # What draws random numbers is compared as it is without them: slices draw others than the whole does.
         modules = self._layers[request.layer].module.modules() if request.layer in self._drawing else ()
         with patched((vars(m), "training", False) for m in modules if m.training):  # `train` may be overridden
-            whole = self._trial(request, copies)
+            whole = self._trial(request, leaves)
             try:
-                sliced = self._trial(request, copies, slicing)
+                sliced = self._trial(request, leaves, slicing)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # noqa: BLE001 - whatever a layer says to other rows than it is called with
@@ -181,18 +181,18 @@ class RowProbe:
                 return False
             if len(whole.outputs) != len(sliced.outputs) or not all(map(close, whole.outputs, sliced.outputs)):
                 return False
-            trained = [leaf for leaf in copies.values() if leaf.requires_grad]
-            of_slices = self._propagate(sliced, dims, copies, 1.0)
+            trained = [leaf for leaf in leaves.values() if leaf.requires_grad]
+            of_slices = self._propagate(sliced, dims, leaves, 1.0)
             largest = _largest([*of_slices, *(leaf.grad for leaf in trained)])
             # With the sign turned, so that the sum with those of the slices, parameters' among them, is rounding alone.
-            of_whole = self._propagate(whole, dims, copies, -1.0)
+            of_whole = self._propagate(whole, dims, leaves, -1.0)
         sums = [a + b for a, b in zip(of_slices, of_whole, strict=True) if a is not None and b is not None]
         dtypes = {tensor.dtype for tensor in (*whole.call.on_device, *whole.outputs, *trained)}
         tolerance = max(TOLERANCES.get(dtype, 0.0) for dtype in dtypes)
         return _largest([*sums, *(leaf.grad for leaf in trained)]) <= tolerance * largest
 
     def _propagate(
-        self, trial: _Trial, dims: RowDims, copies: Leaves, factor: float, zeroed: RowSlice | None = None
+        self, trial: _Trial, dims: RowDims, leaves: Leaves, factor: float, zeroed: RowSlice | None = None
     ) -> list[Tensor | None]:
         """Propagate made-up gradients times `factor`, zero in the rows `zeroed`; return the gradients of the inputs."""
         for output, target, dim in zip(trial.outputs, trial.call.output_gradients, dims.outputs, strict=True):
@@ -203,7 +203,7 @@ class RowProbe:
             target.gradient = made_up.reshape(output.shape).to(output.dtype)
             if zeroed is not None:
                 zeroed.narrow(target.gradient, dim).zero_()
-        return self._runtime.layer_calls.propagate_trial(trial.call, copies)
+        return self._runtime.layer_calls.propagate_trial(trial.call, leaves)
 
 
 def _largest(gradients: Iterable[Tensor | None]) -> float:

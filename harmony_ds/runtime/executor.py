@@ -1,6 +1,6 @@
 """Runs the tasks of a plan one after the other, in the plan's order. What to do when is decided by the scheduler alone.
 
-`Executor.run` goes through the tasks; each kind of task has a handler, a method of `Executor` or of `Updates`:
+`Executor.run` goes through the tasks; each kind of task has a handler, a method of `Executor` or of `GradientTasks`:
 
     SWAP_IN             wait until the host has updated the pack's weights, and copy them to the device
     GATHER              bring together the shares of a pack's weights that several processes have swapped in
@@ -15,7 +15,7 @@
                         model: CROSSING_GRADIENTS_OUT, _IN
     MOVE, MOVE_BACK     move activations, or gradients of them, from one device to another
 
-The handlers of REDUCE, SWAP_OUT, FREE_GRADIENTS, NORM, UPDATE and UPDATE_ON_DEVICE are in `updates`.
+The handlers of REDUCE, SWAP_OUT, FREE_GRADIENTS, NORM, UPDATE and UPDATE_ON_DEVICE are in `gradient_tasks`.
 """
 
 from __future__ import annotations
@@ -40,13 +40,15 @@ from harmony_ds.model.trees import map_tensors, tensors_in
 from harmony_ds.offload.residency import DeviceCopy, Leaves
 from harmony_ds.offload.stash import StashEntry
 from harmony_ds.optim.host_optimizer import Hyper
-from harmony_ds.optim.updater import Clipping
+from harmony_ds.optim.updater import NormOptions
+from harmony_ds.runtime.accumulated_gradients import AccumulatedGradients
 from harmony_ds.runtime.failure import FailedCall, TaskFailure
 from harmony_ds.runtime.garbage import collection_within_steps
+from harmony_ds.runtime.gradient_tasks import GradientTasks
 from harmony_ds.runtime.lane import Lane
 from harmony_ds.runtime.micro_batch import MicroBatch, OffPlanError
+from harmony_ds.runtime.outcome import Outcome
 from harmony_ds.runtime.runtime import Runtime
-from harmony_ds.runtime.updates import AccumulatedGradients, Outcome, Updates
 from harmony_ds.scheduler.plan import EMPTY_PLAN, RUNS, Pack, Plan, Task, TaskKind
 
 _GRADIENT_TASKS = (TaskKind.SWAP_OUT, TaskKind.REDUCE, TaskKind.NORM, TaskKind.UPDATE, TaskKind.UPDATE_ON_DEVICE)
@@ -60,7 +62,7 @@ class Executor:
     Attributes:
         backward_begun: whether a backward pass has begun since `begin`: the gradients of the step are not what they were.
         accumulated_gradients: those of a step that runs in parts.
-        updates: the handlers of gradients' tasks.
+        gradient_tasks: the handlers of gradients' tasks.
         failure: the task of a micro-batch that has raised an error since `begin`.
     """
 
@@ -78,13 +80,13 @@ class Executor:
         self._micro_batches: Mapping[int, MicroBatch] = {}  # by the numbers that tasks have
         self._tasks_done = 0
         # Of the step:
-        self._copies: dict[int, DeviceCopy] = {}  # pack -> its weights that are on the device now
-        self._copies_at_begin: list[DeviceCopy] = []  # those that an earlier plan of the step left there
+        self._device_copies: dict[int, DeviceCopy] = {}  # pack -> its weights that are on the device now
+        self._device_copies_at_begin: list[DeviceCopy] = []  # those that an earlier plan of the step left there
         self.backward_begun = False
         self.failure: TaskFailure | None = None
         self._failed_backward: FailedCall | None = None
         self.accumulated_gradients = AccumulatedGradients(runtime)
-        self.updates = Updates(runtime, self.accumulated_gradients)
+        self.gradient_tasks = GradientTasks(runtime, self.accumulated_gradients)
         self._handlers: dict[TaskKind, Callable[[Task], None]] = {
             TaskKind.SWAP_IN: self._swap_in,
             TaskKind.GATHER: self._gather,
@@ -104,10 +106,10 @@ class Executor:
             TaskKind.MOVE_BACK: self._move_back,
             TaskKind.REDUCE: self._reduce,
             TaskKind.SWAP_OUT: self._swap_out,
-            TaskKind.FREE_GRADIENTS: self.updates.free_gradients,
-            TaskKind.NORM: self.updates.norm,
-            TaskKind.UPDATE: self.updates.update,
-            TaskKind.UPDATE_ON_DEVICE: self.updates.update_on_device,
+            TaskKind.FREE_GRADIENTS: self.gradient_tasks.free_gradients,
+            TaskKind.NORM: self.gradient_tasks.norm,
+            TaskKind.UPDATE: self.gradient_tasks.update,
+            TaskKind.UPDATE_ON_DEVICE: self.gradient_tasks.update_on_device,
         }
 
     @property
@@ -116,14 +118,18 @@ class Executor:
         return bool(self._unlayered)
 
     def run(
-        self, plan: Plan, micro_batches: Sequence[MicroBatch], hyper: Hyper = (), clipping: Clipping | None = None
+        self,
+        plan: Plan,
+        micro_batches: Sequence[MicroBatch],
+        hyper: Hyper = (),
+        norm_options: NormOptions | None = None,
     ) -> None:
         """Execute every task of `plan`, in its order.
 
         Args:
             micro_batches: those of the plan's tasks.
             hyper: hyper-parameters for the updates.
-            clipping: if given, updates wait for the norm of all gradients.
+            norm_options: if given, updates wait for the norm of all gradients.
 
         Raises:
             OffPlanError: a micro-batch called a layer that `plan` has no place for; nothing has been updated.
@@ -133,7 +139,7 @@ class Executor:
             self._load_plan(plan)
             self._tasks_done = 0
             self.accumulate_unlayered()
-            self.updates.start(hyper, clipping)
+            self.gradient_tasks.start(hyper, norm_options)
             self._bring_resident_packs()
             self._micro_batches = {micro_batch.index: micro_batch for micro_batch in micro_batches}
             runtime.random.open()
@@ -154,7 +160,7 @@ class Executor:
                 runtime.random.close()
                 self._micro_batches = {}
                 for index in plan.policy.resident:
-                    del self._copies[index]
+                    del self._device_copies[index]
                 runtime.device_transfers.finish()  # last: a device that has failed raises its error here
 
     def _execute(self, tasks: Iterable[tuple[Task, int]]) -> None:
@@ -180,7 +186,7 @@ class Executor:
                                 micro_batch.held_on_host = None
                             handler(task)
                             if self._plan.policy.crossing_on_host and task.kind in RUNS:
-                                runtime.crossing_tensors.free_copied()
+                                runtime.crossing_tensors.free_leaving()
                             for copy in unlayered:
                                 runtime.residency.check_user_settings(copy)
             except BaseException as error:
@@ -208,8 +214,8 @@ class Executor:
         residency, modes = self._runtime.residency, self._runtime.contract.modes
         for copy in unlayered:
             residency.apply_user_settings(copy, modes)
-        if pack in self._copies:
-            residency.apply_user_settings(self._copies[pack], modes)
+        if pack in self._device_copies:
+            residency.apply_user_settings(self._device_copies[pack], modes)
 
     def on_progress(self, callback: ProgressCallback | None) -> None:
         """Call `callback(done, total, task)`, and no other callback, after each task of a plan; None: call none."""
@@ -217,10 +223,10 @@ class Executor:
 
     def begin(self, outcome: Outcome) -> None:
         """Begin a run of a step, which notes in `outcome` what it updates."""
-        self._copies_at_begin = self._unlayered
+        self._device_copies_at_begin = self._unlayered
         self.backward_begun = False
         self.failure = self._failed_backward = None
-        self.updates.outcome = outcome
+        self.gradient_tasks.outcome = outcome
 
     def free_run(self) -> None:
         """Free what the plan that failed has brought to the device.
@@ -228,7 +234,7 @@ class Executor:
         Device copies that earlier plans of the step have left stay: graphs of other micro-batches lead to their leaves.
         Their gradients stay, too, unless a backward pass of this plan has added to them.
         """
-        self._free(kept=self._copies_at_begin, discards_gradients=self.backward_begun)
+        self._free(kept=self._device_copies_at_begin, discards_gradients=self.backward_begun)
 
     def free_step(self) -> None:
         """Free everything of the step on the device but resident packs; the updater discards gradients on the host."""
@@ -238,20 +244,20 @@ class Executor:
         """Free device copies but the `kept`, once all copies that are under way are ordered before."""
         runtime = self._runtime
         runtime.stash.order_streams()
-        runtime.crossing_tensors.discard_copies()
-        for pack, copy in list(self._copies.items()):
+        runtime.crossing_tensors.discard_leaving()
+        for pack, copy in list(self._device_copies.items()):
             if copy not in kept:
                 self._evict_copy(pack)
             elif discards_gradients:
                 runtime.residency.clear_gradients(copy)
         if discards_gradients:
             runtime.resident_packs.clear_gradients()
-            self.updates.discard_copies()
+            self.gradient_tasks.discard_leaving()
         runtime.device.enter(HOME)
 
     def _evict_copy(self, pack: int) -> None:
         self._runtime.device.enter(self._plan.packs[pack].device)
-        self._runtime.residency.evict(self._copies.pop(pack))
+        self._runtime.residency.evict(self._device_copies.pop(pack))
 
     # ---- weights
 
@@ -279,7 +285,7 @@ class Executor:
                     devices[layer].append(pack.device)
             unlayered = [name for pack in plan.packing.unlayered_packs for name in pack.parameters]
             self._buffer_devices = self._runtime.layer_calls.place_buffers(devices, unlayered)
-        self.updates.load_plan(plan)
+        self.gradient_tasks.load_plan(plan)
         self._is_loaded = True
 
     def _change_packs(self, plan: Plan) -> None:
@@ -288,16 +294,20 @@ class Executor:
         self._runtime.updater.wait_all()
         # Between two plans of a step these are on the device, and the next plan goes on with them.
         unlayered = self._unlayered
-        self._copies.clear()
+        self._device_copies.clear()
         for pack, copy in zip(plan.packing.unlayered_packs, unlayered, strict=False):
-            self._copies[pack.index] = copy
+            self._device_copies[pack.index] = copy
             # Code between layers may have turned out to use more of them.
             self._runtime.residency.add_parameters(copy, pack.parameters)
 
     @property
     def _unlayered(self) -> list[DeviceCopy]:
         """The copy of the unlayered parameters, while it is on the device."""
-        return [self._copies[pack.index] for pack in self._plan.packing.unlayered_packs if pack.index in self._copies]
+        return [
+            self._device_copies[pack.index]
+            for pack in self._plan.packing.unlayered_packs
+            if pack.index in self._device_copies
+        ]
 
     def _bring_resident_packs(self) -> None:
         """Bring resident packs to the device where they are not there yet, once the host has updated them."""
@@ -305,24 +315,24 @@ class Executor:
         names = [self._plan.packs[index].parameters for index in resident]
         if not self._runtime.resident_packs.holds(names):
             self._runtime.updater.wait_all()
-        self._copies.update(zip(resident, self._runtime.resident_packs.make_resident(names), strict=True))
+        self._device_copies.update(zip(resident, self._runtime.resident_packs.make_resident(names), strict=True))
         for index in resident:
-            self._copies[index].modes = None  # hooks may have been registered
+            self._device_copies[index].modes = None  # hooks may have been registered
 
     def _swap_in(self, task: Task) -> None:
         runtime, pack = self._runtime, self._plan.packs[task.pack]
         for owner in self._plan.owners_of(pack):
             runtime.updater.wait(owner.needed_at)
         runtime.timeline.restart_task()
-        if self._plan.policy.shared:  # this device's share; GATHER brings the others'
+        if self._plan.policy.swaps_in_shares:  # this device's share; GATHER brings the others'
             rank, devices = runtime.world.local_rank, runtime.world.local_size
-            self._copies[task.pack] = runtime.residency.swap_in(pack.parameters, rank=rank, devices=devices)
+            self._device_copies[task.pack] = runtime.residency.swap_in(pack.parameters, rank=rank, devices=devices)
         else:
-            self._copies[task.pack] = runtime.residency.swap_in(pack.parameters)
+            self._device_copies[task.pack] = runtime.residency.swap_in(pack.parameters)
             self._mark_arrived(pack)
 
     def _gather(self, task: Task) -> None:
-        device, copy = self._runtime.device, self._copies[task.pack]
+        device, copy = self._runtime.device, self._device_copies[task.pack]
         arrived = copy.pop_arrival()
         if arrived is not None:
             device.wait(Stream.PEER, arrived)
@@ -333,16 +343,16 @@ class Executor:
     def _mark_arrived(self, pack: Pack) -> None:
         """Let computing wait for the weights of a pack without calls now: code between layers does not ask for them."""
         if not pack.positions:
-            self._copies[pack.index].wait(self._runtime.device)
+            self._device_copies[pack.index].wait(self._runtime.device)
 
     def _evict(self, task: Task) -> None:
         if not self._plan.packs[task.pack].positions:  # copies of its weights to other devices may be under way
             self._runtime.device_transfers.finish()
-        self._runtime.residency.evict(self._copies.pop(task.pack))
+        self._runtime.residency.evict(self._device_copies.pop(task.pack))
 
     def _leaves(self, pack: int) -> Leaves:
         """Return a pack's weights on the device for a task that computes, which waits for their arrival."""
-        copy = self._copies[pack]
+        copy = self._device_copies[pack]
         copy.wait(self._runtime.device)
         self._runtime.timeline.begin_compute()
         return copy.leaves
@@ -362,7 +372,7 @@ class Executor:
         if lane.finished:
             micro_batch.finish()
             # A fused pack propagates back at once; so does that of those that share a loss, when the last one is there.
-            if task.kind is not TaskKind.FUSED and not micro_batch.sharing:
+            if task.kind is not TaskKind.FUSED and not micro_batch.loss_members:
                 micro_batch.outputs = map_tensors(
                     partial(self._runtime.device_transfers.move, place=HOME), micro_batch.outputs
                 )
@@ -408,8 +418,8 @@ class Executor:
     @contextmanager
     def _weights_of(self, layer: int, pack: int) -> Iterator[Leaves]:
         """Hold the weights of a layer on the device while open: those of its pack, or copies that are swapped in for it."""
-        if pack in self._copies:
-            yield self._copies[pack].leaves
+        if pack in self._device_copies:
+            yield self._device_copies[pack].leaves
             return
         residency, device = self._runtime.residency, self._runtime.device
         with device.as_current():
@@ -476,7 +486,7 @@ class Executor:
         for call in micro_batch.pop_calls(self._plan.packs[task.pack]):
             micro_batch.inter_layer.propagate_due(call.number)
             owned = call.request.lane_settings is not None or micro_batch.lane_settings is not None
-            if owned or self._copies[task.pack].modes is not self._runtime.contract.modes:
+            if owned or self._device_copies[task.pack].modes is not self._runtime.contract.modes:
                 self._set_trained(task.pack, both_trained(call.request.lane_settings, micro_batch.lane_settings))
             try:
                 self._runtime.layer_calls.backward(
@@ -489,14 +499,14 @@ class Executor:
         micro_batch.close_heads(self._runtime.layer_calls.close_head)
         micro_batch.propagate_rest()
         self._accumulate(task.pack)
-        if micro_batch.sharing and micro_batch is micro_batch.sharing[0]:
-            self._runtime.residency.end_shared_loss(self._copies[task.pack])
+        if micro_batch.loss_members and micro_batch is micro_batch.loss_members[0]:
+            self._runtime.residency.end_shared_loss(self._device_copies[task.pack])
 
     def _begin_shared_loss(self, task: Task) -> None:
         """Let the gradients of those that share a loss add up by themselves first, as in one backward pass of autograd."""
         micro_batch = self._micro_batches[task.micro_batch]
-        if micro_batch.sharing and micro_batch is micro_batch.sharing[-1]:
-            self._runtime.residency.begin_shared_loss(self._copies[task.pack])
+        if micro_batch.loss_members and micro_batch is micro_batch.loss_members[-1]:
+            self._runtime.residency.begin_shared_loss(self._device_copies[task.pack])
 
     def _apply_own_requires_grad(self, pack: int, request: Request) -> None:
         """Give the pack's copies the `requires_grad` that the caller of a layer has set for itself.
@@ -505,7 +515,7 @@ class Executor:
             UnsupportedError: a parameter that is not trained would get a gradient.
         """
         if not request.grad or (
-            request.lane_settings is None and self._copies[pack].modes is self._runtime.contract.modes
+            request.lane_settings is None and self._device_copies[pack].modes is self._runtime.contract.modes
         ):
             return
         trained = trained_by(request.lane_settings)
@@ -513,7 +523,7 @@ class Executor:
         optimizer = self._runtime.optimizer
         if not trained or optimizer is None:
             return
-        for name in self._runtime.residency.names_trained_by(trained, self._copies[pack]):
+        for name in self._runtime.residency.names_trained_by(trained, self._device_copies[pack]):
             if not optimizer.trains(name):
                 raise UnsupportedError(
                     f"forward sets requires_grad of {name}, which is not trained by this engine: it did not require a "
@@ -523,10 +533,10 @@ class Executor:
 
     def _set_trained(self, pack: int, trained: TrainedFlags) -> None:
         modes = trained or self._runtime.contract.modes
-        self._runtime.residency.apply_user_settings(self._copies[pack], modes, trained)
+        self._runtime.residency.apply_user_settings(self._device_copies[pack], modes, trained)
 
     def _accumulate(self, pack: int) -> None:
-        self._runtime.residency.accumulate(self._copies[pack])
+        self._runtime.residency.accumulate(self._device_copies[pack])
         self.accumulate_unlayered()
 
     def accumulate_unlayered(self) -> None:
@@ -545,10 +555,10 @@ class Executor:
     # ---- gradients
 
     def _reduce(self, task: Task) -> None:
-        self.updates.reduce(task, self._copies[task.pack])
+        self.gradient_tasks.reduce(task, self._device_copies[task.pack])
 
     def _swap_out(self, task: Task) -> None:
-        self.updates.swap_out(task, self._copies[task.pack])
+        self.gradient_tasks.swap_out(task, self._device_copies[task.pack])
 
     def accumulated_gradient(self, name: str) -> Tensor | None:
         """Return the gradient of `name` that has accumulated in this step: the tensor itself; None: there is none."""

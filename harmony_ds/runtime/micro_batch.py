@@ -53,8 +53,8 @@ class MicroBatch:
         device: that it runs on, or the group of devices.
         count: how many micro-batches it stands for.
         reduce: of one without gradients: what is kept of its outputs (the loss, not everybody's logits).
-        sharing: those that share its loss, which is made of the outputs of all of them, in the order of their calls, itself
-            included; empty: its loss is its own. The last one's `objective` makes the loss.
+        loss_members: the micro-batches of its shared loss, which is made of the outputs of all of them, in the order of
+            their calls, itself included; empty: its loss is its own. The last one's `objective` makes the loss.
     """
 
     index: int
@@ -82,7 +82,7 @@ class MicroBatch:
     heads: list[tuple[int, HeadCall]] = field(default_factory=list)
     """By layer: heads whose output it has, and computes in tiles of tokens, after a forward pass that ran by itself."""
     inter_layer: InterLayerGraph = field(default_factory=InterLayerGraph)
-    sharing: tuple[MicroBatch, ...] = ()
+    loss_members: tuple[MicroBatch, ...] = ()
     values: WaitingValues = field(default_factory=WaitingValues)
     """Outputs of its layer calls."""
     held_on_host: CrossingOnHost | None = None
@@ -158,7 +158,7 @@ class MicroBatch:
 
         The last one of those that share a loss does so for all of them.
         """
-        members = self.sharing or (self,)
+        members = self.loss_members or (self,)
         for member in members:
             member.check_unwritten()
         with in_force(self.lane_settings):
@@ -231,7 +231,7 @@ class MicroBatch:
         """Drop its inputs and the program's objects: its step is over."""
         self.reset()
         self.forward, self.objective = (lambda: None), (lambda outputs: None)
-        self.inputs, self.sharing = ((), {}), ()
+        self.inputs, self.loss_members = ((), {}), ()
         self.state = replace(self.state, attributes={}, trained_now=tuple)
 
 

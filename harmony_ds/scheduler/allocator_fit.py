@@ -59,7 +59,7 @@ def is_replayed(request: PlanRequest, costs: CostTable) -> bool:
 
 
 def search_fitting(
-    search: SearchWith, request: PlanRequest, costs: CostTable, fragment_bytes: int, least_share: float = 1.0
+    search: SearchWith, request: PlanRequest, costs: CostTable, fragment_bytes: int, least_fraction: float = 1.0
 ) -> Fitting:
     """Return the fastest plans that `search` finds of which the first needs no retry of the allocator; if there is none,
     those that were found with the most room left.
@@ -67,7 +67,7 @@ def search_fitting(
     Args:
         request: for all of the budget.
         fragment_bytes: what is left of it for fragments in the first search.
-        least_share: the tokens of the smallest micro-batches, as a share of those that were measured.
+        least_fraction: the tokens of the smallest micro-batches, as a fraction of those that were measured.
 
     Raises:
         DoesNotFitError: the first search finds nothing.
@@ -79,7 +79,7 @@ def search_fitting(
     last: Fitting | None = None
     for _ in range(_SEARCHES):
         try:
-            found = _replayed(search(leaving(request, fragment_bytes)), request, costs, least_share)
+            found = _replayed(search(leaving(request, fragment_bytes)), request, costs, least_fraction)
         except DoesNotFitError:
             if last is None:
                 raise
@@ -106,18 +106,18 @@ def search_fitting(
     return fitting
 
 
-def is_served(plan: Plan, request: PlanRequest, costs: CostTable, least_share: float) -> bool:
+def is_served(plan: Plan, request: PlanRequest, costs: CostTable, least_fraction: float) -> bool:
     """Return whether the allocator can serve `plan` with all of the request's budget, and no retry."""
-    return _needed_bytes(plan, request, costs, least_share) <= _limit_bytes(request)
+    return _needed_bytes(plan, request, costs, least_fraction) <= _limit_bytes(request)
 
 
-def _needed_bytes(plan: Plan, request: PlanRequest, costs: CostTable, least_share: float) -> int:
+def _needed_bytes(plan: Plan, request: PlanRequest, costs: CostTable, least_fraction: float) -> int:
     """Return what the allocator has to reserve for `plan`; the limit, if it needs no retry with no more than that.
 
     With less memory, blocks are put elsewhere, which is as well at times. Then it has to be so with a little less, too.
     """
-    needed_bytes, limit_bytes = reserved_bytes(plan, costs, least_share), _limit_bytes(request)
-    if needed_bytes <= limit_bytes or least_share < 1.0:
+    needed_bytes, limit_bytes = reserved_bytes(plan, costs, least_fraction), _limit_bytes(request)
+    if needed_bytes <= limit_bytes or least_fraction < 1.0:
         return needed_bytes
     assert request.budget_bytes is not None
     pool_bytes = _pool_bytes(request)
@@ -138,7 +138,7 @@ def _pool_bytes(request: PlanRequest) -> int:
 
 
 def _replayed(
-    choices: tuple[Choice, ...], request: PlanRequest, costs: CostTable, least_share: float
+    choices: tuple[Choice, ...], request: PlanRequest, costs: CostTable, least_fraction: float
 ) -> tuple[Choice, ...]:
     """Return the choices with what has to be reserved for those that are as fast as the best, up to the first one that the
     allocator can serve.
@@ -147,7 +147,7 @@ def _replayed(
     for choice in choices:
         if choice.prediction.step_ms > _AS_FAST * choices[0].prediction.step_ms:
             break
-        needed_bytes = _needed_bytes(choice.plan, request, costs, least_share)
+        needed_bytes = _needed_bytes(choice.plan, request, costs, least_fraction)
         replayed.append(replace(choice, reserved_bytes=needed_bytes))
         if needed_bytes <= _limit_bytes(request):
             break

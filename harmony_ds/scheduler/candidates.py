@@ -14,11 +14,11 @@ from harmony_ds.scheduler.grid import counted
 from harmony_ds.scheduler.packing import Packer
 from harmony_ds.scheduler.partition import BestCuts, Bounds, uniform_bounds
 from harmony_ds.scheduler.plan import Packing, Policy
-from harmony_ds.scheduler.resident import may_stay, resident_packs, sharing_closure
+from harmony_ds.scheduler.resident import may_stay, resident_packs, tied_closure
 
-_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+_FRACTIONS = (0.0, 0.25, 0.5, 0.75, 1.0)
 _MULTIPLES = (1, 2, 4)
-_FORWARD_SHARES = (0.3, 0.45, 0.65)
+_FORWARD_FRACTIONS = (0.3, 0.45, 0.65)
 
 
 # ---- where to cut
@@ -83,7 +83,7 @@ class Cuts:
         yield replace(cut, small_first=not cut.small_first)
         yield from (replace(cut, multiple=multiple, forward=0) for multiple in _MULTIPLES if multiple != cut.multiple)
         if self._packer.pipeline == 1 and cut.parts > 3:
-            for parts in sorted({round(share * cut.parts) for share in _FORWARD_SHARES}):
+            for parts in sorted({round(fraction * cut.parts) for fraction in _FORWARD_FRACTIONS}):
                 yield replace(cut, multiple=1, forward=parts)
         for parts in sorted({cut.parts - 1, cut.parts + 1, round(0.8 * cut.parts), round(1.25 * cut.parts)}):
             if 0 < parts <= self._count and parts != cut.parts:
@@ -175,10 +175,10 @@ def every_resident_set(packing: Packing, request: PlanRequest, peak: Peak) -> It
     """Yield, for each set of packs that may be resident, the policy with the least stash on the host that fits, and as many
     packs kept as fit.
     """
-    able = sharing_closure(packing, packing.backward) if request.settings.residency == "auto" else ()
+    able = tied_closure(packing, packing.backward) if request.settings.residency == "auto" else ()
     sets = [some for number in range(len(able) + 1) for some in combinations(able, number)]
     for early, resident in product(prefetch_choices(request), sets):
-        if sharing_closure(packing, resident) == resident:
+        if tied_closure(packing, resident) == resident:
             base = replace(request.policy, resident=resident, prefetch=early)
             ways = [replace(base, stash_on_host=away) for away in _stash_counts(packing, request)]
             first = first_fitting(ways, peak, request)
@@ -196,7 +196,7 @@ def _with_staying_packs(
     if request.settings.residency == "auto":
         count = len(packing.backward)
         for places in (range(count), range(count - 1, -1, -1))[: 2 if thorough else 1]:
-            more = [replace(policy, resident=sharing_closure(packing, sorted(places[:n]))) for n in range(count, 0, -1)]
+            more = [replace(policy, resident=tied_closure(packing, sorted(places[:n]))) for n in range(count, 0, -1)]
             some = first_fitting(more, peak, request)
             if some is not None:
                 yield _with_packs_kept(packing, some, request, peak)
@@ -226,8 +226,8 @@ def first_fitting(policies: Sequence[Policy], peak: Peak, request: PlanRequest) 
     if most <= budget:
         return policies[low]
     while high - low > 1:  # the one at `low` does not fit, the one at `high` does
-        share = (most - budget) / (most - least) if most < float("inf") else 0.5
-        middle = min(max(low + round(share * (high - low)), low + 1), high - 1)
+        fraction = (most - budget) / (most - least) if most < float("inf") else 0.5
+        middle = min(max(low + round(fraction * (high - low)), low + 1), high - 1)
         here = peak(policies[middle])
         if here > budget:
             low, most = middle, here
@@ -265,7 +265,7 @@ def describe_policy(packing: Packing, policy: Policy) -> str:
     text = ", ".join(uses)
     if policy.alone:
         return text
-    weights = "shares of the weights" if policy.shared else "whole weights"
+    weights = "shares of the weights" if policy.swaps_in_shares else "whole weights"
     place = "host" if policy.reduce_on_host else "devices"
     return f"{text}; {weights}, gradients reduced on the {place}"
 
@@ -282,4 +282,6 @@ def _stash_counts(packing: Packing, request: PlanRequest) -> list[int]:
         return [count]
     if request.settings.stash != "auto":
         return [count if request.settings.stash == "host" else 0]
-    return sorted({round(share * count) for share in _SHARES}) if count > len(_SHARES) else list(range(count + 1))
+    if count <= len(_FRACTIONS):
+        return list(range(count + 1))
+    return sorted({round(fraction * count) for fraction in _FRACTIONS})

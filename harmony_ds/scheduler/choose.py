@@ -86,7 +86,9 @@ def among_devices(request: PlanRequest, machine: Machine) -> tuple[PlanRequest, 
     settings, overlaps = request.settings, machine.copies_overlap
     beside = overlaps and not machine.peers_share_link
     faster_in = beside and machine.peer_bytes_per_ms > machine.swap_in_bytes_per_ms
-    shared = request.policy.devices > 1 and (settings.weights == "share" or (settings.weights == "auto" and faster_in))
+    in_shares = request.policy.devices > 1 and (
+        settings.weights == "share" or (settings.weights == "auto" and faster_in)
+    )
     on_host: tuple[bool, ...]
     if settings.reduce != "auto" or request.policy.servers > 1:  # which do not share memory
         on_host = (settings.reduce == "host",)
@@ -95,7 +97,9 @@ def among_devices(request: PlanRequest, machine: Machine) -> tuple[PlanRequest, 
     else:
         on_host = (False, True) if overlaps else (True,)
     return tuple(
-        _reducing(way, replace(way.policy, shared=shared, reduce_on_host=one)) for way in ways for one in on_host
+        _reducing(way, replace(way.policy, swaps_in_shares=in_shares, reduce_on_host=one))
+        for way in ways
+        for one in on_host
     )
 
 

@@ -62,13 +62,13 @@ class Group:
         fresh: the micro-batches of which nothing has run yet.
         forwarded: the micro-batches whose forward pass ran earlier, because the program read its result.
         has_unlayered: whether a part of the step has run, and has left the unlayered parameters on the device.
-        sharing: sets of fresh micro-batches that share a loss, which is made of the outputs of all of them.
+        shared_losses: sets of fresh micro-batches that share a loss, which is made of the outputs of all of them.
     """
 
     fresh: tuple[int, ...]
     forwarded: tuple[int, ...] = ()
     has_unlayered: bool = False
-    sharing: tuple[tuple[int, ...], ...] = ()
+    shared_losses: tuple[tuple[int, ...], ...] = ()
 
     @staticmethod
     def with_fresh(count: int) -> Group:
@@ -83,25 +83,25 @@ class Group:
     @property
     def by_loss(self) -> list[tuple[int, ...]]:
         """The micro-batches, those that share a loss together, in the order of the last one of each loss."""
-        by_last = {sharing[-1]: sharing for sharing in self.sharing}
-        waiting = {m for sharing in self.sharing for m in sharing[:-1]}
+        by_last = {members[-1]: members for members in self.shared_losses}
+        waiting = {m for members in self.shared_losses for m in members[:-1]}
         return [by_last.get(m, (m,)) for m in self.all if m not in waiting]
 
     @property
     def back(self) -> list[int]:
         """The micro-batches in the order of their backward passes."""
-        return [m for sharing in self.by_loss for m in reversed(sharing)]
+        return [m for members in self.by_loss for m in reversed(members)]
 
     def rounds(self, grouping: bool) -> list[Group]:
         """Return the sets that pass the packs together: all micro-batches, or those of each loss on their own."""
         if grouping or len(self.all) < 2:
             return [self]
         rounds = []
-        for sharing in self.by_loss:
-            if len(sharing) > 1:
-                rounds.append(Group(sharing, sharing=(sharing,)))
+        for members in self.by_loss:
+            if len(members) > 1:
+                rounds.append(Group(members, shared_losses=(members,)))
             else:
-                rounds.append(Group(sharing) if sharing[0] in self.fresh else Group((), sharing))
+                rounds.append(Group(members) if members[0] in self.fresh else Group((), members))
         return rounds
 
 
@@ -185,7 +185,7 @@ def _begin(packing: Packing, group: Group, policy: Policy) -> tuple[Task, ...]:
 
 
 def _weights_in(index: int, policy: Policy) -> list[Task]:
-    kinds = (TaskKind.SWAP_IN, TaskKind.GATHER) if policy.shared else (TaskKind.SWAP_IN,)
+    kinds = (TaskKind.SWAP_IN, TaskKind.GATHER) if policy.swaps_in_shares else (TaskKind.SWAP_IN,)
     return [Task(kind, index) for kind in kinds]
 
 
@@ -269,7 +269,7 @@ class _Composer:
     def _end(self, index: int) -> PackPass:
         """Return the fused pass of the last pack, such as `L3.0 L3.1`: forward, loss and backward of each micro-batch."""
         pack_pass = PackPass(self._packing.packs[index], is_backward=True)
-        by_last = {sharing[-1]: sharing for sharing in self._group.by_loss}
+        by_last = {members[-1]: members for members in self._group.by_loss}
         for m in self._group.all:
             if m in self._group.forwarded:
                 pack_pass.runs.append((m, [Task(TaskKind.BACKWARD, index, m)]))

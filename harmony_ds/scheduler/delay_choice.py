@@ -32,7 +32,7 @@ def choose_delays(plan: Plan, costs: CostTable, machine: Machine) -> tuple[int, 
     Swap-ins that several processes issue together keep their places, and so do those of a device whose copies do not run
     beside its computing: the order is theirs to agree on, or nothing is gained.
     """
-    if plan.policy.shared or not machine.copies_overlap:
+    if plan.policy.swaps_in_shares or not machine.copies_overlap:
         return ()
     as_composed = _simulate_waits(plan, costs, machine)
     if not any(as_composed.is_held_up(pack.index) for pack in plan.packing.covering):

@@ -127,7 +127,7 @@ class Lowering:
         if task.kind is TaskKind.GATHER:
             return self._exchange(task, pack.gathered_bytes, (self._arrived[task.pack],))
         updates = tuple({self._updated[name] for name in pack.parameters if name in self._updated})
-        nbytes = pack.swap_in_bytes(self._plan.policy.shared)
+        nbytes = pack.swap_in_bytes(self._plan.policy.swaps_in_shares)
         issued = self._host((task,), self._machine.task_ms, updates)
         return self._copy_in((task,), nbytes, (*issued, *updates), self._machine.disk_bytes_per_ms or math.inf)
 

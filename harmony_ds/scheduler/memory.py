@@ -45,15 +45,15 @@ def walk_memory(
     tasks: tuple[Task, ...],
     costs: CostTable,
     others: Mapping[int, CostTable] | None = None,
-    sharing: Sequence[tuple[int, ...]] = (),
+    shared_losses: Sequence[tuple[int, ...]] = (),
 ) -> MemoryProfile:
     """Return the bytes alive while each task runs.
 
     Args:
         others: costs by micro-batch, where they are not `costs`.
-        sharing: sets of micro-batches that share a loss.
+        shared_losses: sets of micro-batches that share a loss.
     """
-    return MemoryWalks(costs).walk(packs, tasks, others=others, sharing=sharing)
+    return MemoryWalks(costs).walk(packs, tasks, others=others, shared_losses=shared_losses)
 
 
 class CostView:
@@ -96,14 +96,14 @@ class MemoryWalks:
         tasks: tuple[Task, ...],
         counts: Sequence[int] = (),
         others: Mapping[int, CostTable] | None = None,
-        sharing: Sequence[tuple[int, ...]] = (),
+        shared_losses: Sequence[tuple[int, ...]] = (),
     ) -> MemoryProfile:
         """Return the bytes alive while each task runs.
 
         Args:
             counts: how many micro-batches each one stands for; empty: for itself. A task of one that stands for several
                 takes 0 bytes: the micro-batches before and after it in the plan show what running takes.
-            others, sharing: see `walk_memory`.
+            others, shared_losses: see `walk_memory`.
         """
         device_count = 1 + max(pack.device for pack in packs)
         moves_stash = any(task.kind in (TaskKind.STASH_OUT, TaskKind.STASH_IN) for task in tasks)
@@ -111,7 +111,7 @@ class MemoryWalks:
         stash_on_host = device_count > 1 or moves_stash
         view = self.view(packs, stash_on_host)
         other_views = _views_by_micro_batch(packs, others or {}, stash_on_host)
-        devices = [DeviceMemory(packs, view, other_views, counts, sharing) for _ in range(device_count)]
+        devices = [DeviceMemory(packs, view, other_views, counts, shared_losses) for _ in range(device_count)]
         swapped_in = {task.pack for task in tasks if task.kind is TaskKind.SWAP_IN}
         for pack in packs:
             if not pack.positions and pack.index not in swapped_in:  # an earlier part of the step brought it
@@ -228,14 +228,14 @@ class DeviceMemory:
         view: CostView,
         other_views: Mapping[int, CostView],
         counts: Sequence[int],
-        sharing: Sequence[tuple[int, ...]],
+        shared_losses: Sequence[tuple[int, ...]],
     ) -> None:
         self._packs = packs
         self._default_view = self._view = view  # `_view`: of the task that runs
         self._other_views = other_views  # by micro-batch
         self._counts = counts
-        self._first_to_propagate = {micro_batches[-1] for micro_batches in sharing}
-        self._last_to_propagate = {micro_batches[0] for micro_batches in sharing}
+        self._first_to_propagate = {micro_batches[-1] for micro_batches in shared_losses}
+        self._last_to_propagate = {micro_batches[0] for micro_batches in shared_losses}
         self._weights = _BytesByOwner()  # by pack
         self._gradients = _BytesByOwner()  # by pack
         self._updated: set[int] = set()  # packs, on the device

@@ -15,7 +15,7 @@ from harmony_ds.scheduler.candidates import packs_in_both_passes, prefetch_choic
 from harmony_ds.scheduler.choose import PlanRequest
 from harmony_ds.scheduler.partition import Bounds
 from harmony_ds.scheduler.plan import Packing, Policy
-from harmony_ds.scheduler.resident import may_stay, packs_sharing, sharing_closure
+from harmony_ds.scheduler.resident import may_stay, tied_closure, tied_packs
 
 _FEW = 8
 """With at most this many packs, two changes are made at once, too."""
@@ -63,7 +63,7 @@ class Point:
         Without kept packs that only one pass has, and without resident packs that share a parameter with one that is not.
         """
         begins = {packing.packs[index].positions[0]: index for index in packing.backward}
-        resident = sharing_closure(packing, [begins[p] for p in sorted(self.resident) if p in begins])
+        resident = tied_closure(packing, [begins[p] for p in sorted(self.resident) if p in begins])
         kept = (
             packs_in_both_passes(packing).intersection(begins[p] for p in self.kept if p in begins).difference(resident)
         )
@@ -118,15 +118,15 @@ def _one_pack_changed(point: Point, packing: Packing, request: PlanRequest) -> I
     begin_of = {index: packing.packs[index].positions[0] for index in packing.backward}
     able = packs_in_both_passes(packing)
     auto = request.settings.residency == "auto"
-    sharing = packs_sharing(packing) if auto else {}
-    whole = {*sharing_closure(packing, packing.backward)} if auto else set()
+    tied = tied_packs(packing) if auto else {}
+    whole = {*tied_closure(packing, packing.backward)} if auto else set()
     for index, begin in begin_of.items():
         if begin in point.kept | point.resident:
             yield replace(point, kept=point.kept - {begin}, resident=point.resident - {begin})
         if index in able and begin not in point.kept:
             yield replace(point, kept=point.kept | {begin}, resident=point.resident - {begin})
         if index in whole and begin not in point.resident:
-            more = {begin_of[other] for other in sharing[index] | {index} if other in begin_of}
+            more = {begin_of[other] for other in tied[index] | {index} if other in begin_of}
             yield replace(point, kept=point.kept - more, resident=point.resident | more)
 
 

@@ -128,9 +128,9 @@ class Pack:
     forward_ms: float = 0.0
     backward_ms: float = 0.0
 
-    def swap_in_bytes(self, shared: bool) -> int:
-        """Return what one swap-in moves; `shared`: of a device's share."""
-        return self.weight_bytes - self.gathered_bytes * shared
+    def swap_in_bytes(self, of_share: bool) -> int:
+        """Return what one swap-in moves; `of_share`: of one device's share."""
+        return self.weight_bytes - self.gathered_bytes * of_share
 
     def swap_out_bytes(self, rank: int | None = None) -> int:
         """Return what one swap-out of its gradients moves on device `rank`; None: on the one that moves most."""
@@ -221,7 +221,7 @@ class Policy:
         layer_tile_tokens: how many go at a time through parts of layers that treat each token by itself; 0: all.
         devices: how many of one server train the model, each with such a plan and micro-batches of its own.
         servers: how many do so, each with so many devices, and with all weights and updates for itself.
-        shared: of several devices, each swaps in a share of every pack, and has the rest from the others.
+        swaps_in_shares: of several devices, each swaps in a share of every pack, and has the rest from the others.
         reduce_on_host: several devices swap out all of their gradients, which are added up on the host.
         pipeline: how many devices one process drives, to which packs are dealt in turn.
         swap_in_delays: by pack, at most how many runs of micro-batches later its first swap-in is issued than composed,
@@ -245,7 +245,7 @@ class Policy:
     layer_tile_tokens: int = 0
     devices: int = 1
     servers: int = 1
-    shared: bool = False
+    swaps_in_shares: bool = False
     reduce_on_host: bool = False
     pipeline: int = 1
     swap_in_delays: tuple[int, ...] = ()
@@ -309,9 +309,9 @@ class Plan:
         return held_transfers(self.packing, self.policy)
 
     def owners_of(self, pack: Pack) -> list[Pack]:
-        """Return the packs whose updates the swap-in of `pack` waits for: its own, and those that it shares with."""
-        shared = set(pack.parameters) - set(pack.owned)
-        return [pack, *(other for other in self.packs if other is not pack and shared & set(other.owned))]
+        """Return the packs whose updates the swap-in of `pack` waits for: its own, and those that own parameters of it."""
+        tied = set(pack.parameters) - set(pack.owned)
+        return [pack, *(other for other in self.packs if other is not pack and tied & set(other.owned))]
 
     def part(self, begin: int, end: int | None = None) -> Plan:
         """Return the tasks from one place to before another."""

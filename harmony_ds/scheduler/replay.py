@@ -48,7 +48,7 @@ class _Lane:
         stash_on_host, crossing_on_host: by number, bytes, of what has left the device.
         gradients: that wait for earlier calls.
         gradients_on_host: bytes of those that have left.
-        share: of what was measured, what its tensors take.
+        fraction: of what was measured, what its tensors take.
     """
 
     blocks: dict[int, Block] = field(default_factory=dict)
@@ -58,17 +58,17 @@ class _Lane:
     crossing_on_host: dict[int, int] = field(default_factory=dict)
     gradients: list[Block] = field(default_factory=list)
     gradients_on_host: list[int] = field(default_factory=list)
-    share: float = 1.0
+    fraction: float = 1.0
 
 
 class Replay:
     """The allocations of a plan's steps."""
 
     def __init__(
-        self, plan: Plan, costs: CostTable, allocator: CachingAllocator, least_share: float = 1.0, seed: int = 0
+        self, plan: Plan, costs: CostTable, allocator: CachingAllocator, least_fraction: float = 1.0, seed: int = 0
     ) -> None:
-        """Replay `plan`; micro-batches but the first have `least_share` to all of the tokens that were measured, as `seed`
-        draws them.
+        """Replay `plan`; micro-batches but the first have `least_fraction` to all of the tokens that were measured, drawn
+        from `seed`.
         """
         assert costs.allocations is not None
         self._plan = plan
@@ -80,7 +80,7 @@ class Replay:
         self._sums: dict[int, list[Block]] = {}  # by pack
         self._leaving: list[Block] = []  # stash on its way to the host
         self._leaving_crossing: list[Block] = []
-        self._least_share = least_share
+        self._least_fraction = least_fraction
         self._chance = random.Random(seed)
         self._last_run = {task.micro_batch: number for number, task in enumerate(plan.tasks) if task.kind in RUNS}
         # Bytes of parameters' gradients, which do not get smaller with fewer tokens. Where they are summed in place, which
@@ -162,8 +162,8 @@ class Replay:
     def _lane(self, micro_batch: int) -> _Lane:
         lane = self._lanes.get(micro_batch)
         if lane is None:
-            share = self._chance.uniform(self._least_share, 1.0) if micro_batch else 1.0
-            lane = self._lanes[micro_batch] = _Lane(share=share)
+            fraction = self._chance.uniform(self._least_fraction, 1.0) if micro_batch else 1.0
+            lane = self._lanes[micro_batch] = _Lane(fraction=fraction)
             self._play(lane, self._allocations.lead)
         return lane
 
@@ -175,10 +175,10 @@ class Replay:
 
     def _play(self, lane: _Lane, events: Events) -> None:
         blocks, held, malloc, free = lane.blocks, lane.held, self._allocator.malloc, self._allocator.free
-        fixed, share = self._fixed, lane.share
+        fixed, fraction = self._fixed, lane.fraction
         for number, nbytes in events:
             if nbytes:
-                blocks[number] = malloc(nbytes if nbytes in fixed else int(nbytes * share) or 1, _STREAM)
+                blocks[number] = malloc(nbytes if nbytes in fixed else int(nbytes * fraction) or 1, _STREAM)
             elif number in held:
                 lane.ended.add(number)
             elif (block := blocks.pop(number, None)) is not None:
@@ -274,17 +274,17 @@ class Replay:
         blocks.clear()
 
 
-def reserved_bytes(plan: Plan, costs: CostTable, least_share: float = 1.0) -> int:
+def reserved_bytes(plan: Plan, costs: CostTable, least_fraction: float = 1.0) -> int:
     """Return the most that the allocator reserves in the third step of `plan`, where it may reserve any number of bytes.
 
     Where it may reserve no more than that, and has it from the start, each block is put in the same place.
 
     Args:
-        least_share: see `Replay`; of micro-batches of several sizes, the most of a few groups.
+        least_fraction: see `Replay`; of micro-batches of several sizes, the most of a few groups.
     """
-    seeds = range(_GROUPS if least_share < 1.0 else 1)
+    seeds = range(_GROUPS if least_fraction < 1.0 else 1)
     return max(
-        _after_steps(plan, costs, CachingAllocator(expandable=True), least_share, seed).reserved_peak_bytes
+        _after_steps(plan, costs, CachingAllocator(expandable=True), least_fraction, seed).reserved_peak_bytes
         for seed in seeds
     )
 
@@ -307,10 +307,10 @@ def retries(plan: Plan, costs: CostTable, pool_bytes: int) -> int:
 
 
 def _after_steps(
-    plan: Plan, costs: CostTable, allocator: CachingAllocator, least_share: float = 1.0, seed: int = 0
+    plan: Plan, costs: CostTable, allocator: CachingAllocator, least_fraction: float = 1.0, seed: int = 0
 ) -> AllocatorStats:
     """Return what the allocator has counted in the third step of `plan`."""
-    replayed = Replay(plan, costs, allocator, least_share, seed)
+    replayed = Replay(plan, costs, allocator, least_fraction, seed)
     replayed.load_resident()
     for _ in range(_STEPS):
         allocator.stats.reset()

@@ -19,25 +19,25 @@ def resident_packs(packing: Packing, count: int | None) -> tuple[int, ...]:
 
     A parameter has one place: a pack is not resident if it shares one with a pack that is not.
     """
-    return sharing_closure(packing, packing.backward[-count:] if count else ())
+    return tied_closure(packing, packing.backward[-count:] if count else ())
 
 
-def sharing_closure(packing: Packing, wanted: Sequence[int]) -> tuple[int, ...]:
+def tied_closure(packing: Packing, wanted: Sequence[int]) -> tuple[int, ...]:
     """Return the packs of `wanted` that can be resident together: all packs that share a parameter with one of them are
     among them.
     """
     if not wanted:
         return ()
-    sharing, wanted = packs_sharing(packing), list(wanted)
+    tied, wanted = tied_packs(packing), list(wanted)
     while True:
-        kept = [index for index in wanted if sharing[index].issubset(wanted)]
+        kept = [index for index in wanted if tied[index].issubset(wanted)]
         if kept == wanted:
             return tuple(wanted)
         wanted = kept
 
 
 @lru_cache(maxsize=1)  # a search asks several times about one packing after the other
-def packs_sharing(packing: Packing) -> dict[int, set[int]]:
+def tied_packs(packing: Packing) -> dict[int, set[int]]:
     """Return, by pack, the packs that have one of its parameters, itself among them."""
     packs_of: dict[str, set[int]] = {}
     for pack in packing.packs:
@@ -48,11 +48,11 @@ def packs_sharing(packing: Packing) -> dict[int, set[int]]:
 
 def why_not_resident(packing: Packing, count: int | None) -> list[str]:
     """Return a line for each of the last `count` packs that `resident_packs` leaves out."""
-    packs, sharing, resident = packing.packs, packs_sharing(packing), resident_packs(packing, count)
+    packs, tied, resident = packing.packs, tied_packs(packing), resident_packs(packing, count)
     lines = []
     for index in packing.backward[-count:] if count else ():
         if index not in resident:
-            other = min(sharing[index].difference(resident, [index]))
+            other = min(tied[index].difference(resident, [index]))
             name = next(name for name in packs[index].parameters if name in packs[other].parameters)
             lines.append(f"pack {index} is not resident: it shares {name} with pack {other}, which is not")
     return lines

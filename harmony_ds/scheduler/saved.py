@@ -12,7 +12,7 @@ from harmony_ds.scheduler.costs import CostTable
 from harmony_ds.scheduler.packing import ElementBytes, Packer
 from harmony_ds.scheduler.plan import Packing, Plan, Policy
 from harmony_ds.scheduler.profile import Machine
-from harmony_ds.scheduler.resident import sharing_closure
+from harmony_ds.scheduler.resident import tied_closure
 from harmony_ds.scheduler.search import Choice
 from harmony_ds.scheduler.simulate import simulate
 
@@ -43,7 +43,7 @@ def adopt(
                 f"harmony.plan was made for {what} {there[what]}, and is to run with {here[what]}. Plan again."
             )
     # A plan that was made for one device may be run on several, where no calls are joined.
-    several = ("joined_count", "devices", "servers", "shared", "reduce_on_host", "pipeline")
+    several = ("joined_count", "devices", "servers", "swaps_in_shares", "reduce_on_host", "pipeline")
     policy = replace(plan.policy, **{one: getattr(wanted, one) for one in several})
     adopted = make_plan(packing, costs, request, policy)
     if request.budget_bytes is not None and adopted.peak_bytes > request.budget_bytes:
@@ -62,7 +62,7 @@ def _rebuilt(plan: Plan, packer: Packer, calls: tuple[int, ...]) -> Packing:
         backward, forward = _bounds(packing, packing.backward), _bounds(packing, packing.forward)
         rebuilt = packer.packing(backward, forward)
         whole = (plan.calls, backward[-1], forward[-1]) == (calls, len(calls), rebuilt.fused.positions[0])
-        stays = sharing_closure(rebuilt, resident) == resident
+        stays = tied_closure(rebuilt, resident) == resident
     except (IndexError, KeyError):  # of packs, calls or layers that there are not
         raise ConfigError(_CONTRADICTS) from None
     if not (whole and stays and _packs(packing) == _packs(rebuilt) and {*resident} <= {*rebuilt.backward}):

@@ -54,7 +54,7 @@ from harmony_ds.scheduler.packing import ElementBytes, Packer
 from harmony_ds.scheduler.partition import Bounds
 from harmony_ds.scheduler.plan import Packing, Plan, Policy
 from harmony_ds.scheduler.profile import Machine
-from harmony_ds.scheduler.resident import may_stay, sharing_closure
+from harmony_ds.scheduler.resident import may_stay, tied_closure
 from harmony_ds.scheduler.simulate import Prediction, simulate
 
 _QUANTUM = math.log1p(2e-3)
@@ -351,7 +351,7 @@ class _Search:
         if self._request.settings.residency == "auto":
             for index in resident:
                 others = [other for other in resident if other != index]
-                yield [replace(policy, resident=sharing_closure(packing, others))]
+                yield [replace(policy, resident=tied_closure(packing, others))]
             yield [replace(policy, resident=())]
         if self._request.settings.stash == "auto" and not policy.crossing_on_host:
             yield [replace(policy, stash_on_host=number) for number in range(policy.stash_on_host + 1, count + 1)]

@@ -48,7 +48,7 @@ def swaps_of(plan: Plan, costs: CostTable, rank: int | None = None, counts: Sequ
         pack = plan.packs[task.pack]
         match task.kind:
             case TaskKind.SWAP_IN:
-                weights += pack.swap_in_bytes(plan.policy.shared)
+                weights += pack.swap_in_bytes(plan.policy.swaps_in_shares)
             case TaskKind.GATHER:
                 sent += pack.gathered_bytes
             case TaskKind.SWAP_OUT:
@@ -153,7 +153,7 @@ def lower_bound_bytes(plan: Plan, rank: int | None = None) -> int:
     packing = plan.packing
     policy = plan.policy
     once = dict.fromkeys((*packing.forward, packing.backward[-1]))
-    shared = policy.shared
+    shared = policy.swaps_in_shares
     forward = sum(plan.packs[index].swap_in_bytes(shared) for index in once if index not in policy.resident)
     backward = [plan.packs[i] for i in packing.backward if plan.packs[i].needs_backward and i not in policy.resident]
     stay = (*policy.kept, *packing.last_forward_packs)

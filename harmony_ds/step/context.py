@@ -13,7 +13,7 @@ from harmony_ds.distributed import SingleProcess
 from harmony_ds.errors import ModelError, UsageError
 from harmony_ds.model.engine_parameter import ParameterLinks
 from harmony_ds.optim.optimizer_override import OptimizerOverride
-from harmony_ds.optim.updater import Clipping
+from harmony_ds.optim.updater import NormOptions
 from harmony_ds.runtime.executor import Executor
 from harmony_ds.runtime.runtime import Runtime
 from harmony_ds.step.allocator_retries import AllocatorRetries
@@ -132,12 +132,12 @@ class StepContext:
         """Whether the optimizer's own `step` has to be called with all gradients there."""
         return self.runtime.optimizer is not None and self.runtime.optimizer.steps_whole
 
-    def clipping(self) -> Clipping | None:
+    def norm_options(self) -> NormOptions | None:
         """Return how updates depend on the norm of all gradients; None: they do not wait for it."""
         config = self.settings.now
         if not config.deferred_update:
             return None
-        return Clipping(config.gradient_clipping, self.scaler.scale, config.skip_overflow, config.refuses_unused)
+        return NormOptions(config.gradient_clipping, self.scaler.scale, config.skip_overflow, config.refuses_unused)
 
     def check_can_propagate(self) -> None:
         """Raise UsageError if parameters would get gradients, and there is no optimizer for them.

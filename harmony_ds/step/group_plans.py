@@ -99,7 +99,7 @@ class GroupPlans:
         Raises:
             DoesNotFitError: the budget is too small for them.
         """
-        if not self._runtime.world.any("share a loss", any(m.sharing for m in micro_batches)):
+        if not self._runtime.world.any("share a loss", any(m.loss_members for m in micro_batches)):
             return
         for _ in range(_MOST_TRIES):
             policy = self._planner.plan_for(sum(m.count for m in micro_batches)).policy
@@ -139,7 +139,7 @@ class GroupPlans:
 
     def forward(self, micro_batch: MicroBatch, has_unlayered: bool) -> Plan:
         """Return the forward pass of one micro-batch for itself."""
-        policy = replace(self._planner.plan_for(1).policy, shared=False)  # the others may do something else
+        policy = replace(self._planner.plan_for(1).policy, swaps_in_shares=False)  # the others may do something else
         return self._of_group(compose_forward, [micro_batch], has_unlayered, policy)
 
     def evaluation(self, micro_batches: Sequence[MicroBatch], has_unlayered: bool) -> Plan:
@@ -151,10 +151,10 @@ class GroupPlans:
     def _policy_for(self, micro_batches: Sequence[MicroBatch], has_unlayered: bool, count: int) -> Policy:
         """Return the policy for a group of all processes: they share swap-ins unless some of it has run in one."""
         policy = self._planner.plan_for(count).policy
-        if not policy.shared:
+        if not policy.swaps_in_shares:
             return policy
         alone = has_unlayered or any(m.forwarded for m in micro_batches)
-        return replace(policy, shared=not self._runtime.world.any("share swap-ins", alone))
+        return replace(policy, swaps_in_shares=not self._runtime.world.any("share swap-ins", alone))
 
     def _of_group(
         self,
@@ -167,8 +167,8 @@ class GroupPlans:
         """Return the plan of a group; not `shares`: as if each of its micro-batches had a loss of its own."""
         fresh, forwarded = (tuple(m.index for m in micro_batches if m.forwarded is ran) for ran in (False, True))
         together = [members for members in _by_loss(micro_batches) if shares and len(members) > 1]
-        sharing = tuple(tuple(member.index for member in members) for members in together)
-        group = Group(fresh, forwarded, has_unlayered, sharing)
+        shared_losses = tuple(tuple(member.index for member in members) for members in together)
+        group = Group(fresh, forwarded, has_unlayered, shared_losses)
         joint = frozenset(m.index for m in micro_batches if m.count > 1)
         if self._planner.plan is not self._in_force:
             self._in_force = self._planner.plan
@@ -183,7 +183,7 @@ class GroupPlans:
         if compose is compose_evaluation:  # keeps nothing
             calls = tuple(replace(cost, stash=replace(cost.stash, new_bytes=0)) for cost in alone.costs)
             alone = replace(alone, costs=calls, held_bytes=0, output_bytes=0)
-        walked = walk_memory(plan.packs, tasks, alone, dict.fromkeys(joint, costs), group.sharing)
+        walked = walk_memory(plan.packs, tasks, alone, dict.fromkeys(joint, costs), group.shared_losses)
         peaks = tuple(plan.resident_bytes + peak for peak in walked.device_peaks)
         plan = replace(plan, policy=policy, tasks=tasks, micro_batches=len(group.all), rows=self._planner.rows)
         return replace(plan, activation_bytes=walked.activation_bytes, peak_bytes=max(peaks), device_peaks=peaks)
@@ -191,4 +191,4 @@ class GroupPlans:
 
 def _by_loss(micro_batches: Sequence[MicroBatch]) -> list[Sequence[MicroBatch]]:
     """Return those that share a loss together, in the order of the last one of each loss."""
-    return [m.sharing or (m,) for m in micro_batches if not m.sharing or m is m.sharing[-1]]
+    return [m.loss_members or (m,) for m in micro_batches if not m.loss_members or m is m.loss_members[-1]]

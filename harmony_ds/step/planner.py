@@ -51,12 +51,12 @@ _MOST_TILES = 3
 _TILES_OF_A_MICRO_BATCH = 4096
 """No more are tried: a micro-batch of more has many millions of tokens, and takes longer to measure than anyone waits."""
 _LESS = 0.9
-"""With half the rows, layer calls take less than this share of the memory; else still fewer rows help no more."""
+"""With half the rows, layer calls take less than this fraction of the memory; else still fewer rows help no more."""
 _GRAINS = 64
 """Part of the budget, by which the room for shared losses grows where it has been too small."""
-_LEAST_SHARE, _SAME_SHARE = 0.5, 0.95
-"""Micro-batches of several sizes are taken to have down to this share of the largest one's elements; as of one size count
-those that have no less than the second."""
+_LEAST_FRACTION, _SAME_FRACTION = 0.5, 0.95
+"""Micro-batches of several sizes are taken to have down to this fraction of the largest one's elements; as of one size
+count those that have no less than the second."""
 _FREE_PARTS, _MOST_FREE_PARTS = 32, 4
 """Parts of the budget; how many of them plans leave free at most for an allocator that is short of room again and again."""
 
@@ -95,7 +95,7 @@ class Planner:
         self._shared_loss_bytes = 0  # of the budget: for groups whose micro-batches share losses
         self._left_free_bytes = 0  # of the budget: for an allocator that has been short of room
         self._fragment_bytes = 0  # of the budget: for pieces of memory that serve no request
-        self._least_share = 1.0  # of the largest micro-batch that was measured, what others have of its elements
+        self._least_fraction = 1.0  # of the largest micro-batch that was measured, what others have of its elements
         self._check_allocator = False  # whether the plan was found before that was known
         self._may_leave_free = saved is None  # whether a plan may fit beside more of it
         self._margin_bytes = 0  # that steps have taken beside what was planned
@@ -143,8 +143,8 @@ class Planner:
 
     def _note_smaller(self, known: InputShapes, shapes: InputShapes) -> None:
         """Note that micro-batches differ in size: pieces of the one's memory serve the other's requests worse."""
-        if self._least_share == 1.0 and _elements(shapes) < _SAME_SHARE * _elements(known):
-            self._least_share, self._check_allocator = _LEAST_SHARE, True
+        if self._least_fraction == 1.0 and _elements(shapes) < _SAME_FRACTION * _elements(known):
+            self._least_fraction, self._check_allocator = _LEAST_FRACTION, True
 
     def reconsider_joining(self) -> None:
         """Measure joined calls anew, where an error had ended them that a step has now raised with single ones, too."""
@@ -396,7 +396,7 @@ class Planner:
                     return search_with(leaving(less, fragment_bytes))
                 if self._saved is None and is_replayed(less, costs):
                     fragment_bytes = max(fragment_bytes, self._fragment_bytes)
-                    fitting = search_fitting(search_with, less, costs, fragment_bytes, self._least_share)
+                    fitting = search_fitting(search_with, less, costs, fragment_bytes, self._least_fraction)
                 else:
                     fitting = Fitting(search_with(leaving(less, fragment_bytes)), fragment_bytes)
                 self._fragment_bytes = fitting.fragment_bytes
@@ -521,7 +521,7 @@ class Planner:
         if not self._runtime.device.has_caching_allocator or costs.allocations is None:
             return True
         request = self.request(self.graph, self._group_size, left_free_bytes=self._left_free_bytes)
-        return is_served(plan, request, costs, self._least_share)
+        return is_served(plan, request, costs, self._least_fraction)
 
     def raise_peak(self, peaks: tuple[int, ...]) -> bool:
         """Let the plan's peaks cover those of a group too, if the budget holds them; return whether it does."""

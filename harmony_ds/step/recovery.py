@@ -18,7 +18,7 @@ from harmony_ds.distributed import PeerDiverged
 from harmony_ds.errors import DoesNotFitError, ModelError, PeerFailedError, UnsupportedError
 from harmony_ds.model.contract import UnseenError
 from harmony_ds.runtime.micro_batch import OffPlanError
-from harmony_ds.runtime.updates import Outcome
+from harmony_ds.runtime.outcome import Outcome
 from harmony_ds.step.context import StepContext
 from harmony_ds.step.retry_budget import RetryBudget
 from harmony_ds.step.run import Run, RunKind

@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 from harmony_ds.optim.host_optimizer import Hyper
-from harmony_ds.optim.updater import Clipping
+from harmony_ds.optim.updater import NormOptions
 from harmony_ds.runtime.micro_batch import MicroBatch
 from harmony_ds.scheduler.plan import EMPTY_PLAN, Plan, TaskKind
 from harmony_ds.step.context import StepContext
@@ -35,7 +35,7 @@ class Run:
     Attributes:
         pending: the micro-batches that run.
         hyper: hyper-parameters for the updates.
-        clipping: how updates depend on the norm of all gradients; None: they do not wait for it.
+        norm_options: how updates depend on the norm of all gradients; None: they do not wait for it.
         follows_part: whether a PART of the step has run before, whose gradients wait.
         cannot_repeat: whether in any process a forward pass had run alone, whose outputs the program has.
         taken_gradients: how many gradients had been taken from the program's parameters before.
@@ -45,7 +45,7 @@ class Run:
     kind: RunKind
     pending: Sequence[PendingMicroBatch]
     hyper: Hyper = ()
-    clipping: Clipping | None = None
+    norm_options: NormOptions | None = None
     follows_part: bool = False
     cannot_repeat: bool = False
     taken_gradients: int = 0
@@ -134,10 +134,10 @@ def running(context: StepContext, planned: PlannedRun) -> Iterator[None]:
 
 def finish_run(context: StepContext, run: Run, planned: PlannedRun) -> None:
     """Do what comes after the plan's tasks: measurements, the promise of a norm, or the optimizer's own step."""
-    device, updates = context.runtime.device, context.executor.updates
+    device, gradient_tasks = context.runtime.device, context.executor.gradient_tasks
     _note_run(context, run, planned)
     if run.kind is RunKind.WHOLE:
-        updates.promise_norm()
+        gradient_tasks.promise_norm()
         peak_bytes = 0
         if planned.watches_peak and device.peak_has_risen():
             # Workspaces are made when a thread first needs one, in some step.
@@ -146,8 +146,8 @@ def finish_run(context: StepContext, run: Run, planned: PlannedRun) -> None:
         context.planner.check_peak(peak_bytes)
         context.allocator_retries.finish_step()
     elif run.kind is RunKind.UPDATE and context.steps_whole:
-        assert run.clipping is not None
-        updates.step_whole(run.clipping)
+        assert run.norm_options is not None
+        gradient_tasks.step_whole(run.norm_options)
 
 
 def _note_run(context: StepContext, run: Run, planned: PlannedRun) -> None:

@@ -23,10 +23,10 @@ from harmony_ds.model.engine_parameter import gate
 from harmony_ds.optim.host_optimizer import Hyper
 from harmony_ds.optim.optimizer_chain import parts_of
 from harmony_ds.optim.schedules import ScheduleStep, can_step_back, check_schedule
-from harmony_ds.optim.updater import Clipping
+from harmony_ds.optim.updater import NormOptions
 from harmony_ds.runtime.failure import TaskFailure
 from harmony_ds.runtime.micro_batch import loss_of
-from harmony_ds.runtime.updates import Outcome
+from harmony_ds.runtime.outcome import Outcome
 from harmony_ds.scheduler.plan import Plan
 from harmony_ds.step.calling_line import calling_line
 from harmony_ds.step.context import StepContext
@@ -361,10 +361,10 @@ class Step:
         )
         optimizer = context.state.host_optimizer
         hyper = () if optimizer is None else optimizer.hyper()
-        clipping = context.clipping() or Clipping()
+        norm_options = context.norm_options() or NormOptions()
         with self._dropped_by_errors(), context.record.working(), self._propagating():
             wanted = self._prepare(hyper, is_boundary=False)
-            for run in self._runs(RunKind.PART, wanted, hyper, clipping):
+            for run in self._runs(RunKind.PART, wanted, hyper, norm_options):
                 with self._divided(run):
                     self.execute(run)
             self._note_propagated(wanted)
@@ -434,33 +434,33 @@ class Step:
         check_schedule(context.lr_scheduler, schedule)
         count = self.queued
         with self._dropped_by_errors(), context.record.working():
-            hyper, clipping = self._check_before_update(clips)
+            hyper, norm_options = self._check_before_update(clips)
             with self._propagating():
                 # Choose what runs, measure what is new, check it, and run it as planned.
                 context.first_steps.note_what_losses_use(context.runtime.contract, self.micro_batches)
                 kind = RunKind.WHOLE
                 if self.has_accumulated or context.steps_whole:
-                    kind, clipping = RunKind.PART, clipping or Clipping()
+                    kind, norm_options = RunKind.PART, norm_options or NormOptions()
                 wanted = self._prepare(hyper, is_boundary=True)
                 if not (wanted or self.has_accumulated or self._has_gradients_by_hand()) and count:
                     context.warnings.warn(NOTHING_PROPAGATED)
-                for run in self._runs(kind, wanted, hyper, clipping):
+                for run in self._runs(kind, wanted, hyper, norm_options):
                     with self._divided(run):
                         self.execute(run)
                 self._note_propagated(wanted)
-                self._run_updates(wanted, hyper, clipping)
+                self._run_updates(wanted, hyper, norm_options)
         context.record.finish_step(count)
         self._end()
 
-    def _check_before_update(self, clips: bool) -> tuple[Hyper, Clipping | None]:
+    def _check_before_update(self, clips: bool) -> tuple[Hyper, NormOptions | None]:
         """Return what updates depend on; take over the user's edits, and refuse what cannot be updated from."""
         context = self.context
         optimizer = context.state.host_optimizer
         assert optimizer is not None and context.override is not None
         context.override.check()
-        hyper, clipping = optimizer.hyper(), context.clipping()
-        if clipping is not None and not clips:
-            clipping = replace(clipping, max_norm=0.0)
+        hyper, norm_options = optimizer.hyper(), context.norm_options()
+        if norm_options is not None and not clips:
+            norm_options = replace(norm_options, max_norm=0.0)
         context.apply_user_edits(self.micro_batches_wait)
         if context.world.size > 1 and context.runtime.user_gradients.exist():
             context.world.refuse(
@@ -472,16 +472,16 @@ class Step:
                 "scaled (fp16): they cannot be told from scaled ones. Propagate with engine.backward(loss), add what they "
                 "are of to the loss, or train in bf16."
             )
-        return hyper, clipping
+        return hyper, norm_options
 
-    def _run_updates(self, wanted: Sequence[PendingMicroBatch], hyper: Hyper, clipping: Clipping | None) -> None:
+    def _run_updates(self, wanted: Sequence[PendingMicroBatch], hyper: Hyper, norm_options: NormOptions | None) -> None:
         """Issue the updates that the run of the `wanted` has not issued."""
         if self.has_accumulated:
             update_plan, self._update_plan = self._update_plan, None
-            self.execute(Run(RunKind.UPDATE, (), hyper, clipping, update_plan=update_plan))
+            self.execute(Run(RunKind.UPDATE, (), hyper, norm_options, update_plan=update_plan))
             self.context.executor.accumulated_gradients.note_used()
         elif not wanted and self._has_gradients_by_hand():
-            self.execute(Run(RunKind.UPDATE_BY_HAND, (), hyper, clipping))
+            self.execute(Run(RunKind.UPDATE_BY_HAND, (), hyper, norm_options))
 
     def _has_gradients_by_hand(self) -> bool:
         """Return whether the program's own backward passes have left gradients on parameters of the optimizer."""
@@ -535,7 +535,7 @@ class Step:
         for loss in losses:
             members = tuple(member.micro_batch for member in loss.members)
             for micro_batch in members:
-                micro_batch.sharing = members if len(members) > 1 else ()
+                micro_batch.loss_members = members if len(members) > 1 else ()
         if not context.first_steps.grouping_is_exact and len(wanted) > 1:
             # A loss of several forward passes tells by itself; of other losses it takes two.
             first = losses[:1] if len(losses[0].members) > 1 else losses[:2]
@@ -595,7 +595,7 @@ class Step:
         self.context.runtime.layer_calls.checks_recomputation = checks
 
     def _runs(
-        self, kind: RunKind, wanted: list[PendingMicroBatch], hyper: Hyper, clipping: Clipping | None
+        self, kind: RunKind, wanted: list[PendingMicroBatch], hyper: Hyper, norm_options: NormOptions | None
     ) -> Iterator[Run]:
         """Yield the runs for the `wanted` micro-batches: one, unless parts of the step have run before.
 
@@ -609,7 +609,7 @@ class Step:
                 kind,
                 group,
                 hyper,
-                clipping,
+                norm_options,
                 follows_part=self.has_accumulated,
                 cannot_repeat=self.context.world.any(
                     "begin a step", any(pending.stage in RUN_ALONE for pending in group)
@@ -651,9 +651,9 @@ class Step:
                     planned = plan_run(context, run)
                     with running(context, planned):
                         if run.kind is RunKind.UPDATE_BY_HAND:
-                            executor.updates.update_from_user_gradients(run.hyper, run.clipping)
+                            executor.gradient_tasks.update_from_user_gradients(run.hyper, run.norm_options)
                         else:
-                            executor.run(planned.plan, planned.micro_batches, run.hyper, run.clipping)
+                            executor.run(planned.plan, planned.micro_batches, run.hyper, run.norm_options)
                             finish_run(context, run, planned)
                     if run.kind is RunKind.PART:
                         self._update_plan = planned.update_plan

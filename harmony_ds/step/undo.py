@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from harmony_ds.runtime.micro_batch import MicroBatch
-from harmony_ds.runtime.updates import Outcome
+from harmony_ds.runtime.outcome import Outcome
 from harmony_ds.step.context import StepContext
 
 

@@ -19,7 +19,7 @@ MIB = 2**20
 @pytest.fixture(autouse=True)
 def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CudaDevice, "_growing", 0)
-    monkeypatch.setattr(CudaDevice, "_shares", {})
+    monkeypatch.setattr(CudaDevice, "_memory_fractions", {})
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from harmony_ds.optim.resident_packs import ResidentPacks
 from harmony_ds.scheduler import candidates
 from harmony_ds.scheduler.choose import make_plan
 from harmony_ds.scheduler.plan import Packing
-from harmony_ds.scheduler.resident import resident_packs, sharing_closure
+from harmony_ds.scheduler.resident import resident_packs, tied_closure
 from harmony_ds.scheduler.search import Choice
 from harmony_ds.step import planner
 from tests.cover import spread
@@ -79,7 +79,7 @@ def test_the_first_step_takes_as_much_device_memory_as_later_ones(make: Make) ->
 
 
 def _first_packs(packing: Packing, count: int | None) -> tuple[int, ...]:
-    return sharing_closure(packing, packing.backward[:count] if count else ())
+    return tied_closure(packing, packing.backward[:count] if count else ())
 
 
 def test_resident_packs_are_not_counted_as_foreign_memory(caplog: pytest.LogCaptureFixture) -> None:

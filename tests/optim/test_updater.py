@@ -16,7 +16,7 @@ from harmony_ds.offload.host_gradients import GradientTransfer, HostGradients
 from harmony_ds.offload.ledger import Ledger
 from harmony_ds.optim.cores import computing_with, update_threads
 from harmony_ds.optim.host_optimizer import HostOptimizer, Hyper
-from harmony_ds.optim.updater import Clipping, Updater
+from harmony_ds.optim.updater import NormOptions, Updater
 from tests.offload.examples import Stored, gradients_for, odd_sizes, stored
 
 PACKS = {pack: (f"{pack}.weight", f"{pack}.bias") for pack in range(3)}
@@ -181,7 +181,7 @@ def test_deferred_updates_clip_as_torch_does_bit_for_bit(max_norm: float, scale:
         for pack in (2, 1, 0):
             b.deliver(pack, {name: scale * gradient for name, gradient in gradients.items()})
             b.updater.measure(PACKS[pack])
-        norm = b.updater.norm(Clipping(max_norm=max_norm, loss_scale=scale))
+        norm = b.updater.norm(NormOptions(max_norm=max_norm, loss_scale=scale))
         for pack in (0, 1, 2):
             b.update(pack, norm)
         b.updater.wait_all()
@@ -200,7 +200,7 @@ def test_an_overflow_is_found_and_its_gradients_can_be_dropped(value: float) -> 
         for pack in (2, 1, 0):
             b.deliver(pack, gradients)
             b.updater.measure(PACKS[pack])
-        assert b.updater.norm(Clipping(max_norm=1.0, skip_overflow=True)).result(30).overflow
+        assert b.updater.norm(NormOptions(max_norm=1.0, skip_overflow=True)).result(30).overflow
         b.updater.discard()
         b.update(0)
         b.updater.wait_all()
@@ -253,7 +253,7 @@ def test_after_a_failure_nothing_hangs_and_later_jobs_fail() -> None:
             norm.result(30)
         b.updater.discard()
         with pytest.raises(NoLuckError):
-            b.updater.norm(Clipping())
+            b.updater.norm(NormOptions())
 
 
 def test_updates_go_on_while_a_step_is_discarded_and_one_that_fails_leaves_that_step_its_own_error(

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from harmony_ds.optim.updater import Clipping
+from harmony_ds.optim.updater import NormOptions
 from tests.offload.examples import odd_sizes
 from tests.optim.test_updater import PACKS, UpdaterSetup, bench, random_gradients
 
@@ -74,10 +74,10 @@ class Comparison:
         max_norm = (0.0, 0.1, 1e6)[seed % 3]
         updater = self.beside.updater
         updater.wait_all()
-        updater.norm(Clipping()).result(30)  # of the updates before, which is nobody's concern
+        updater.norm(NormOptions()).result(30)  # of the updates before, which is nobody's concern
         for names in PACKS.values():
             updater.measure(names)
-        norm = updater.norm(Clipping(max_norm=max_norm))
+        norm = updater.norm(NormOptions(max_norm=max_norm))
         for pack in PACKS:
             self.beside.update(pack, norm)
         expected = self.in_turn.clipped_updates(max_norm)

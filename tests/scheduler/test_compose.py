@@ -83,11 +83,11 @@ LISTS: dict[str, tuple[tuple[Pack, ...], Group, Policy, str]] = {
     "without grouping what ran forward early only runs back": (TWO, Group(fresh=(1,), forwarded=(0,)), ALONE,
         "I1 B1.0 O1 E1 I0 B0.0 G1 O0 E0 G0 I0 F0.1 E0 I1 L1.1 O1 U1 E1 I0 B0.1 G1 O0 U0 E0 G0"),
     "the last of those that share a loss turns and the others go back after it": (
-        TWO, Group(fresh=(0, 1, 2, 3, 4), sharing=((0, 1, 3),)), PLAIN,
+        TWO, Group(fresh=(0, 1, 2, 3, 4), shared_losses=((0, 1, 3),)), PLAIN,
         "I0 F0.0 F0.1 F0.2 F0.3 F0.4 E0 I1 F1.0 F1.1 L1.2 L1.3 B1.1 B1.0 L1.4 O1 U1 E1 "
         "I0 B0.2 B0.3 B0.1 B0.0 B0.4 G1 O0 U0 E0 G0"),
     "without grouping those that share a loss pass all packs together": (
-        TWO, Group(fresh=(0, 1, 2), sharing=((0, 1),)), ALONE,
+        TWO, Group(fresh=(0, 1, 2), shared_losses=((0, 1),)), ALONE,
         "I0 F0.0 F0.1 E0 I1 F1.0 L1.1 B1.0 O1 E1 I0 B0.1 B0.0 G1 O0 E0 G0 "
         "I0 F0.2 E0 I1 L1.2 O1 U1 E1 I0 B0.2 G1 O0 U0 E0 G0"),
 }  # fmt: skip

@@ -114,7 +114,7 @@ def test_a_plan_whose_updates_are_done_in_time_stays_as_it_is() -> None:
 
 def test_swap_ins_that_processes_share_keep_their_common_order() -> None:
     early, costs, machine = lagging()
-    shared = replace(early, policy=replace(early.policy, shared=True))
+    shared = replace(early, policy=replace(early.policy, swaps_in_shares=True))
     assert choose_delays(shared, costs, machine) == ()
 
 

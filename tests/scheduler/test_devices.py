@@ -24,7 +24,7 @@ PEERS = {"peer_bytes_per_ms": 500.0, "peer_ms": 0.25}
 NUMEL = 1000
 DEFERRED = Policy(prefetch=False, devices=2)
 ON_HOST = replace(DEFERRED, reduce_on_host=True)
-SHARED = replace(DEFERRED, shared=True)
+SHARED = replace(DEFERRED, swaps_in_shares=True)
 
 
 def planned(policy: Policy, layers: int = 2, micro_batches: int = 2) -> tuple[Plan, CostTable]:
@@ -173,12 +173,12 @@ def test_the_faster_way_to_reduce_is_taken() -> None:
 
 def test_a_share_is_whole_grains_and_what_is_left_comes_to_all() -> None:
     whole, costs = planned(replace(DEFERRED, devices=3))
-    shared, _ = planned(replace(DEFERRED, devices=3, shared=True))
+    shared, _ = planned(replace(DEFERRED, devices=3, swaps_in_shares=True))
     pack = shared.packs[0]
     # 1008 elements are three times 256, and 240.
     assert pack.gathered_bytes == 4 * 2 * 256
-    assert pack.swap_in_bytes(shared=True) == 4 * (256 + 240)
-    assert pack.swap_in_bytes(shared=False) == pack.weight_bytes == 4 * 1008
+    assert pack.swap_in_bytes(of_share=True) == 4 * (256 + 240)
+    assert pack.swap_in_bytes(of_share=False) == pack.weight_bytes == 4 * 1008
     assert (
         swaps_of(whole, costs).weights_in - swaps_of(shared, costs).weights_in
         == swaps_of(shared, costs).sent - swaps_of(whole, costs).sent
@@ -187,7 +187,7 @@ def test_a_share_is_whole_grains_and_what_is_left_comes_to_all() -> None:
 
 
 def test_compute_waits_for_the_shares_of_the_others() -> None:
-    plan, costs = planned(replace(DEFERRED, deferred_update=False, shared=True), layers=3)
+    plan, costs = planned(replace(DEFERRED, deferred_update=False, swaps_in_shares=True), layers=3)
     spans = {span.name: span for span in simulate(plan, costs, replace(GPU, **PEERS)).spans}
     assert spans["A2"].stream == PEER
     assert spans["I2"].end_ms <= spans["A2"].begin_ms < spans["A2"].end_ms <= spans["L2.0+1"].begin_ms
@@ -208,11 +208,11 @@ def test_weights_are_shared_where_devices_reach_each_other_faster_than_the_host(
 ) -> None:
     request = PlanRequest(HarmonySettings(weights=wanted), 3, None, 0, DEFERRED)
     machine = replace(GPU, **rates)  # whose link moves 1000 bytes in a millisecond
-    assert all(one.policy.shared is shared for one in among_devices(request, machine))
+    assert all(one.policy.swaps_in_shares is shared for one in among_devices(request, machine))
     without_link = among_devices(request, replace(machine, copies_overlap=False))
-    assert [one.policy.shared for one in without_link] == [wanted == "share"]
+    assert [one.policy.swaps_in_shares for one in without_link] == [wanted == "share"]
     one = replace(request, policy=replace(DEFERRED, devices=1))
-    assert not among_devices(one, machine)[0].policy.shared
+    assert not among_devices(one, machine)[0].policy.swaps_in_shares
 
 
 def test_several_devices_keep_packs_from_forward_to_backward_and_none_from_step_to_step() -> None:

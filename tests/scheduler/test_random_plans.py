@@ -60,7 +60,7 @@ def test_a_thousand_random_plans_keep_to_the_rules() -> None:
         packing, group, policy, costs = random_plan(choose)
         tasks = composed(packing, group, policy)
         moves += any(task.kind.value in "MW" for task in tasks)
-        assert min(walk_memory(packing.packs, tasks, costs, sharing=group.sharing).activation_bytes) >= 0
+        assert min(walk_memory(packing.packs, tasks, costs, shared_losses=group.shared_losses).activation_bytes) >= 0
     assert moves > 950
 
 

@@ -168,7 +168,7 @@ def test_memory_in_pieces_is_reserved_beyond_what_is_in_use() -> None:
 def test_smaller_micro_batches_take_less_but_for_gradients_of_parameters() -> None:
     plan = plan_of(ON_DEVICE)
     allocator = Noting()
-    replayed = Replay(plan, COSTS, allocator, least_share=0.5)
+    replayed = Replay(plan, COSTS, allocator, least_fraction=0.5)
     replayed.load_resident()
     allocator.noted.clear()
     replayed.step()

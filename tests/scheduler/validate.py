@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from harmony_ds.scheduler.compose import Group, compose_step
 from harmony_ds.scheduler.plan import Packing, Policy, Task, TaskKind
-from harmony_ds.scheduler.resident import sharing_closure
+from harmony_ds.scheduler.resident import tied_closure
 
 
 class PlanError(AssertionError):
@@ -37,7 +37,7 @@ def validate(packing: Packing, tasks: tuple[Task, ...], group: Group, policy: Po
     between two packs leaves after the one and comes back before the other, forward as values and back as gradients.
     """
     _require(
-        sharing_closure(packing, policy.resident) == policy.resident, "a resident pack shares a parameter with another"
+        tied_closure(packing, policy.resident) == policy.resident, "a resident pack shares a parameter with another"
     )
     walk = _Walk(packing, group, policy, deferred=any(task.kind is TaskKind.NORM for task in tasks))
     for place, task in enumerate(tasks):
@@ -68,7 +68,7 @@ class _Walk:
         self._swapped = [index for index in through_packs if index not in self._resident for _ in range(rounds)]
         self._swapped += self._always
         self._turning = {sharing[-1]: sharing for sharing in group.by_loss if sharing[-1] in group.fresh}
-        self._sharing = {m: sharing for sharing in group.sharing for m in sharing}
+        self._loss_members = {m: members for members in group.shared_losses for m in members}
         self._forward = {m: [*packing.forward] for m in group.fresh} | {m: [] for m in group.forwarded}
         for m in group.fresh:
             if m not in self._turning:
@@ -141,7 +141,7 @@ class _Walk:
 
     def _swap_in(self, task: Task) -> None:
         _require(task.pack not in self._inside | self._coming, "it is on the device already")
-        (self._coming if self._policy.shared else self._inside).add(task.pack)
+        (self._coming if self._policy.swaps_in_shares else self._inside).add(task.pack)
 
     def _gather(self, task: Task) -> None:
         _require(task.pack in self._coming, "gathered twice, or without a share")
@@ -164,7 +164,7 @@ class _Walk:
         self._check_ready(task)
         _require(self._out[task.pack] <= self._freed[task.pack], "its earlier gradients have not been freed")
         _require(not self._forward[task.micro_batch], "its forward pass is not finished")
-        sharing = self._sharing.get(task.micro_batch, (task.micro_batch,))
+        sharing = self._loss_members.get(task.micro_batch, (task.micro_batch,))
         _require(not any(self._forward[m] for m in sharing), "the loss that it shares cannot be made yet")
         fused = task.pack == self._last and task.micro_batch in self._turning
         later = sharing[sharing.index(task.micro_batch) + 1 :]

@@ -118,8 +118,8 @@ def test_measuring_records_what_the_allocator_has_to_serve() -> None:
 def test_a_plan_is_replayed_again_when_micro_batches_differ_in_size(monkeypatch: pytest.MonkeyPatch) -> None:
     shares: list[float] = []
 
-    def is_served(plan: Any, request: Any, costs: Any, least_share: float) -> bool:
-        shares.append(least_share)
+    def is_served(plan: Any, request: Any, costs: Any, least_fraction: float) -> bool:
+        shares.append(least_fraction)
         return True
 
     monkeypatch.setattr("harmony_ds.step.planner.is_served", is_served)
