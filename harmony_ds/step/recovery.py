@@ -1,6 +1,6 @@
 """What is done about an error in a run: one table, by which `Recovery.recover` acts.
 
-`python -m harmony_ds.step.recovery` prints it. The run is undone first, as `undo` says. Then it is either made again, after
+`python -m harmony_ds.step` prints it. The run is undone first, as `undo` says. Then it is either made again, after
 which the step goes on as if nothing had happened, or the error is raised. Whether a raised error drops the step is said in
 `transitions`.
 """
@@ -8,9 +8,9 @@ which the step goes on as if nothing had happened, or the error is raised. Wheth
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -47,57 +47,12 @@ class Remedy:
     Attributes:
         action: the method of `Recovery` that is called with the error.
         sentence: what that means, for people.
-        when: a property of `Recovery` that must be true for it; the first remedy of a kind that fits is taken.
+        when: a method of `Recovery` that must return True for it; the first remedy of a kind that fits is taken.
     """
 
-    action: str
+    action: Callable[[Any, Any], None]
     sentence: str
-    when: str | None = None
-
-
-_AGAIN = Remedy("measure_again", "Measure and plan anew, and run again: no weight has changed.", "can_run_again")
-_ANOTHER_FORWARD = Remedy(
-    "refuse_another_forward",
-    "Its caller gets the error: processes would have to run it again together.",
-    "is_forward_alone",
-)
-_RAISE = Remedy("raise_error", "The caller gets the error.")
-REMEDIES: dict[ErrorKind, tuple[Remedy, ...]] = {
-    ErrorKind.USER_ERROR: (_RAISE,),
-    ErrorKind.OFF_PLAN: (
-        _AGAIN,
-        Remedy(
-            "refuse_another_attempt",
-            "Each time the run was made, the model called other layers. The error says what to do.",
-            "was_made_too_often",
-        ),
-        _ANOTHER_FORWARD,
-        Remedy("refuse_another_way", "What has been read cannot be run again. The error says what to do."),
-    ),
-    ErrorKind.NO_PLAN: (
-        Remedy(
-            "measure_again",
-            "Measure and plan anew, with fewer rows or tokens in a layer call, and run again.",
-            "can_cut_further",
-        ),
-        _RAISE,
-    ),
-    ErrorKind.OUT_OF_MEMORY: (
-        Remedy(
-            "plan_for_less",
-            "Lower the device memory budget, plan anew, and run again: no weight has changed.",
-            "can_plan_for_less",
-        ),
-        _ANOTHER_FORWARD,
-        _RAISE,
-    ),
-    ErrorKind.PEER_DIVERGED: (_AGAIN, _ANOTHER_FORWARD, _RAISE),
-    ErrorKind.PEER_FAILED: (_RAISE,),
-    ErrorKind.UPDATE_FAILED: (
-        Remedy("give_up", "The engine cannot go on, since some layers were updated. The caller gets the error."),
-    ),
-}
-"""What is done about each kind of error: the first remedy that fits."""
+    when: Callable[[Any], bool] | None = None
 
 
 class Recovery:
@@ -119,7 +74,7 @@ class Recovery:
         self._errors += 1
         remedy = self._remedy(self._kind_of(error))
         undo_run(self._context, self.outcome, self._run.keeps_earlier_runs)
-        getattr(self, remedy.action)(error)
+        remedy.action(self, error)
 
     def end(self, error: BaseException) -> None:
         """Restore the budget of device memory, since the run ends with `error`.
@@ -145,26 +100,22 @@ class Recovery:
         return ErrorKind.USER_ERROR
 
     def _remedy(self, kind: ErrorKind) -> Remedy:
-        return next(one for one in REMEDIES[kind] if one.when is None or getattr(self, one.when))
+        return next(one for one in REMEDIES[kind] if one.when is None or one.when(self))
 
     # ---- what the table asks
 
-    @property
     def is_forward_alone(self) -> bool:
         """Whether the run is a forward pass without backward, so that the rest of the step goes on without it."""
         return self._run.kind is RunKind.FORWARD
 
-    @property
     def can_run_again(self) -> bool:
         """Whether the run can be measured, planned and made again, with the same results."""
-        return self._is_repeatable and self._errors < MOST_ATTEMPTS
+        return self._is_repeatable() and self._errors < MOST_ATTEMPTS
 
-    @property
     def was_made_too_often(self) -> bool:
         """Whether the run could be made again, and has been as often as it may."""
-        return self._is_repeatable and self._errors >= MOST_ATTEMPTS
+        return self._is_repeatable() and self._errors >= MOST_ATTEMPTS
 
-    @property
     def _is_repeatable(self) -> bool:
         run = self._run
         if run.kind in (RunKind.UPDATE, RunKind.UPDATE_BY_HAND):
@@ -178,16 +129,14 @@ class Recovery:
         keeps_gradients = not run.follows_part or not self._context.executor.backward_begun
         return keeps_gradients and not run.cannot_repeat
 
-    @property
     def can_cut_further(self) -> bool:
         """Whether the run can be made again, and the ds_config leaves open how many rows and tokens a layer call takes."""
-        return self._context.planner.may_cut and self.can_run_again
+        return self._context.planner.may_cut and self.can_run_again()
 
-    @property
     def can_plan_for_less(self) -> bool:
         """Whether the run can be planned with a lower budget and made again."""
         runtime = self._context.runtime
-        if self._run.kind is RunKind.EVALUATION or not self.can_run_again:
+        if self._run.kind is RunKind.EVALUATION or not self.can_run_again():
             return False
         return runtime.world.size == 1 and runtime.device.budget_bytes is not None
 
@@ -241,6 +190,55 @@ def end_engine(context: StepContext, outcome: Outcome, error: BaseException) -> 
         context.health.fail(f"a step failed after {outcome.updates_issued} packs had been updated: {error!r}")
 
 
+# ---- the table
+
+_AGAIN = Remedy(
+    Recovery.measure_again, "Measure and plan anew, and run again: no weight has changed.", Recovery.can_run_again
+)
+_ANOTHER_FORWARD = Remedy(
+    Recovery.refuse_another_forward,
+    "Its caller gets the error: processes would have to run it again together.",
+    Recovery.is_forward_alone,
+)
+_RAISE = Remedy(Recovery.raise_error, "The caller gets the error.")
+REMEDIES: dict[ErrorKind, tuple[Remedy, ...]] = {
+    ErrorKind.USER_ERROR: (_RAISE,),
+    ErrorKind.OFF_PLAN: (
+        _AGAIN,
+        Remedy(
+            Recovery.refuse_another_attempt,
+            "Each time the run was made, the model called other layers. The error says what to do.",
+            Recovery.was_made_too_often,
+        ),
+        _ANOTHER_FORWARD,
+        Remedy(Recovery.refuse_another_way, "What has been read cannot be run again. The error says what to do."),
+    ),
+    ErrorKind.NO_PLAN: (
+        Remedy(
+            Recovery.measure_again,
+            "Measure and plan anew, with fewer rows or tokens in a layer call, and run again.",
+            Recovery.can_cut_further,
+        ),
+        _RAISE,
+    ),
+    ErrorKind.OUT_OF_MEMORY: (
+        Remedy(
+            Recovery.plan_for_less,
+            "Lower the device memory budget, plan anew, and run again: no weight has changed.",
+            Recovery.can_plan_for_less,
+        ),
+        _ANOTHER_FORWARD,
+        _RAISE,
+    ),
+    ErrorKind.PEER_DIVERGED: (_AGAIN, _ANOTHER_FORWARD, _RAISE),
+    ErrorKind.PEER_FAILED: (_RAISE,),
+    ErrorKind.UPDATE_FAILED: (
+        Remedy(Recovery.give_up, "The engine cannot go on, since some layers were updated. The caller gets the error."),
+    ),
+}
+"""What is done about each kind of error: the first remedy that fits."""
+
+
 def remedies() -> Iterator[tuple[ErrorKind, Remedy]]:
     """Yield every remedy, by the kind of error."""
     for kind, row in REMEDIES.items():
@@ -248,17 +246,13 @@ def remedies() -> Iterator[tuple[ErrorKind, Remedy]]:
             yield kind, remedy
 
 
-def table() -> str:
-    """Return the table as Markdown."""
+def as_markdown() -> str:
+    """Return the table in Markdown."""
     lines = ["| error | when | what is done |", "|---|---|---|"]
     last = None
     for kind, remedy in remedies():
         name = "" if kind is last else f"{kind.name}: {kind.value}"
-        when = (remedy.when or "").replace("_", " ")
-        lines.append(f"| {name} | {when} | {remedy.sentence} `{remedy.action}` |")
+        when = "" if remedy.when is None else remedy.when.__name__.replace("_", " ")
+        lines.append(f"| {name} | {when} | {remedy.sentence} `{remedy.action.__name__}` |")
         last = kind
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    print(table())  # noqa: T201 - that is what the module prints

@@ -1,7 +1,7 @@
 """One optimizer step: its micro-batches, from the first call to the norm of its gradients.
 
-What can happen to a step is an event (`StepEvent`), and `handle` does what the table in `transitions` says about it. The
-methods without an underscore that the table names stand here in the order of a step's life. What runs is in `run`, what is
+What can happen to a step is an event (`StepEvent`), and `handle` does what the table at the end, `TRANSITIONS`, says about
+it. The methods that the table names stand here in the order of a step's life. What runs is in `run`, what is
 done about an error in a run in `recovery`.
 """
 
@@ -49,7 +49,7 @@ from harmony_ds.step.run import Run, RunKind, finish_run, plan_run, running
 from harmony_ds.step.samples import measure, new_micro_batch
 from harmony_ds.step.shared_loss import SharedLoss
 from harmony_ds.step.step_checks import check_grouping, check_same_step
-from harmony_ds.step.transitions import TRANSITIONS, Impossible, StepEvent, StepState, Transition
+from harmony_ds.step.transitions import Impossible, StepEvent, StepState, Transition, Transitions
 from harmony_ds.step.undo import comes_after_updates, free_unused, undo_step
 from harmony_ds.step.used_gradients import check_dropped
 
@@ -96,7 +96,7 @@ class Step:
     def handle(self, event: StepEvent, *arguments: Any) -> Any:
         """Do what the transition table says about `event` in this state; return what its action returns."""
         transition = self._transition(event)
-        result = getattr(self, transition.action)(*arguments)
+        result = transition.action(self, *arguments)
         if transition.to is not None:
             self.state = transition.to
         return result
@@ -104,29 +104,25 @@ class Step:
     def _transition(self, event: StepEvent) -> Transition:
         cell = TRANSITIONS[self.state, event]
         assert not isinstance(cell, Impossible), f"{event} in {self.state}: {cell}"
-        return next(one for one in cell if one.when is None or getattr(self, one.when))
+        return next(one for one in cell if one.when is None or one.when(self))
 
     # ---- what the table asks
 
-    @property
     def waits_for_backward(self) -> bool:
         """Whether the program propagates back from a micro-batch whose backward pass is still to run."""
         return not self._is_propagating and any(pending.needs_backward for pending in self.micro_batches)
 
-    @property
     def runs_the_model(self) -> bool:
         """Whether the engine runs the model's code now: micro-batches of the step, an evaluation, a measurement."""
         return self._is_running
 
-    @property
     def waits_for_backward_within_run(self) -> bool:
         """Whether that is so while the engine runs the model's code: a forward pass alone, an evaluation, a measurement."""
-        return self._is_running and self.waits_for_backward
+        return self._is_running and self.waits_for_backward()
 
-    @property
     def trains_nothing(self) -> bool:
         """Whether the program propagates back through a frozen model, from all micro-batches."""
-        return self.context.state.host_optimizer is None and self.waits_for_backward and not self.waits_for_loss
+        return self.context.state.host_optimizer is None and self.waits_for_backward() and not self.waits_for_loss
 
     # ---- what others ask
 
@@ -805,3 +801,143 @@ class Step:
 def _losses_of(pending: Iterable[PendingMicroBatch]) -> list[SharedLoss]:
     """Return the losses of micro-batches, each once, in their order."""
     return list(dict.fromkeys(one.loss for one in pending))
+
+
+# ---- the table
+
+_TAKING_CALLS = (StepState.OPEN, StepState.ACCUMULATED)
+_AFTER_BOUNDARY = (StepState.UPDATING, StepState.DONE, StepState.FAILED, StepState.DESTROYED)
+_NEXT = Impossible("the next step has begun, which takes this event")
+_BEFORE_BOUNDARY: dict[StepEvent, tuple[Transition, ...]] = {
+    StepEvent.CALL: (
+        Transition(
+            Step.queue,
+            None,
+            "Copy its arguments and queue it; measure the model first if no micro-batch as large was measured.",
+        ),
+    ),
+    StepEvent.READ_OUTPUT: (
+        Transition(
+            Step.refuse_read_within_run,
+            None,
+            "Refuse: code that the engine runs reads it, and a forward pass cannot run inside another run.",
+            Step.runs_the_model,
+        ),
+        Transition(
+            Step.read_output, None, "Run its forward pass now, alone; warn once that this micro-batch is not grouped."
+        ),
+    ),
+    StepEvent.BACKWARD: (
+        Transition(
+            Step.note_backward,
+            None,
+            "Note that its backward pass runs with the group. If its inputs require gradients, READ_GRADIENT follows.",
+        ),
+    ),
+    StepEvent.READ_GRADIENT: (
+        Transition(
+            Step.refuse_within_run,
+            None,
+            "Refuse: code that the engine runs reads it, and backward passes cannot run inside another run.",
+            Step.waits_for_backward_within_run,
+        ),
+        Transition(
+            Step.pass_gradients_on,
+            StepState.DONE,
+            "Run forward and backward: gradients go through a frozen model, and no step follows.",
+            Step.trains_nothing,
+            error_drops=True,
+        ),
+        Transition(
+            Step.run_early,
+            StepState.ACCUMULATED,
+            "Run forward and backward of all micro-batches that were propagated back from, and keep their gradients.",
+            Step.waits_for_backward,
+            error_drops=True,
+        ),
+        Transition(Step.may_read_gradients, None, "Run nothing: no micro-batch waits for its backward pass."),
+    ),
+    StepEvent.WRITE_PARAMETER: (
+        Transition(
+            Step.check_write, None, "Refuse if a micro-batch that uses the old values still waits for backward()."
+        ),
+    ),
+    StepEvent.EVALUATE: (
+        Transition(
+            Step.run_due_forwards, None, "Run the forward passes that wait, in their order, if forward changes buffers."
+        ),
+    ),
+    StepEvent.CALLER_FAILED: (
+        Transition(Step.drop, StepState.FAILED, "Drop the step: its micro-batches have to be handed over again."),
+    ),
+    StepEvent.LOAD_CHECKPOINT: (
+        Transition(Step.drop, StepState.FAILED, "Drop the step: its micro-batches have to be handed over again."),
+    ),
+    StepEvent.DESTROY: (
+        Transition(Step.drop_with_engine, StepState.DESTROYED, "Drop the step; warn if gradients are lost by that."),
+    ),
+}
+TRANSITIONS: Transitions = {
+    **{(state, event): _NEXT for state in StepState for event in StepEvent},
+    **{(state, event): cell for state in _TAKING_CALLS for event, cell in _BEFORE_BOUNDARY.items()},
+    **{
+        (state, StepEvent.READ_OUTCOME): Impossible("no update has been issued before the boundary")
+        for state in _TAKING_CALLS
+    },
+    (StepState.OPEN, StepEvent.ZERO_GRAD): (
+        Transition(
+            Step.discard_gradients, None, "Discard the gradients that the program has put on parameters itself."
+        ),
+    ),
+    (StepState.ACCUMULATED, StepEvent.ZERO_GRAD): (
+        Transition(
+            Step.discard_gradients, None, "Discard all gradients; warn once that those of micro-batches are lost."
+        ),
+    ),
+    (StepState.OPEN, StepEvent.BOUNDARY): (
+        Transition(
+            Step.take,
+            StepState.UPDATING,
+            "Run forward, backward and updates of what was propagated back from, and return when the updates are issued: "
+            "one plan, unless the optimizer steps as a whole. Forget the other micro-batches.",
+            error_drops=True,
+        ),
+    ),
+    (StepState.ACCUMULATED, StepEvent.BOUNDARY): (
+        Transition(
+            Step.take,
+            StepState.UPDATING,
+            "Run forward and backward of what was propagated back from since, each loss by itself, then the updates from "
+            "all gradients, and return when these are issued. Forget the other micro-batches.",
+            error_drops=True,
+        ),
+    ),
+    # ---- after the boundary
+    (StepState.UPDATING, StepEvent.READ_OUTCOME): (
+        Transition(
+            Step.settle,
+            StepState.DONE,
+            "Wait for the norm. If it is inf or NaN and such steps are skipped, no weight has changed: count the step as "
+            "skipped, and undo the scheduler's step. Else warn.",
+            error_drops=True,
+        ),
+    ),
+    (StepState.UPDATING, StepEvent.DESTROY): Impossible(
+        "DESTROY goes to the step that is open; this one is settled afterwards"
+    ),
+    **{
+        (state, StepEvent.READ_OUTCOME): Impossible("it is known already")
+        for state in (StepState.DONE, StepState.FAILED, StepState.DESTROYED)
+    },
+    **{
+        (state, StepEvent.READ_OUTPUT): (
+            Transition(Step.refuse_read, None, "Refuse: what was not read before the boundary is gone."),
+        )
+        for state in _AFTER_BOUNDARY
+    },
+    **{
+        (state, StepEvent.BACKWARD): (Transition(Step.refuse_backward, None, "Refuse: the step of that loss is over."),)
+        for state in _AFTER_BOUNDARY
+    },
+}
+"""What each event does to a step in each state."""

@@ -145,7 +145,9 @@ def test_where_much_is_left_a_quarter_less_is_tried() -> None:
 def test_micro_batches_of_several_sizes_need_more() -> None:
     small, large = choice(LIMIT // 2, 10.0), choice(LIMIT, 9.0)
     searches = Searches(lambda left: (large, small) if left == 100 else (small,))
-    assert fit(searches, 100, least_fraction=0.5) == Fitting((replace(small, reserved_bytes=LIMIT),), (100 + 8 * 40) * MIB)
+    assert fit(searches, 100, least_fraction=0.5) == Fitting(
+        (replace(small, reserved_bytes=LIMIT),), (100 + 8 * 40) * MIB
+    )
     assert is_served(small.plan, REQUEST, COSTS, 0.5) and not is_served(large.plan, REQUEST, COSTS, 0.5)
 
 

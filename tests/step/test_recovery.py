@@ -15,7 +15,7 @@ from harmony_ds.errors import DoesNotFitError, EngineFailedError, PeerFailedErro
 from harmony_ds.runtime.micro_batch import OffPlanError
 from harmony_ds.step import recovery
 from harmony_ds.step.planner import Planner
-from harmony_ds.step.recovery import REMEDIES, ErrorKind, Recovery, Remedy, remedies, table
+from harmony_ds.step.recovery import REMEDIES, ErrorKind, Recovery, Remedy, as_markdown, remedies
 from harmony_ds.step.transitions import StepState
 from tests.engine.drive import config_of, engine_for, sgd
 from tests.step.drive import GIB, Before, Drive, Tiny
@@ -36,9 +36,9 @@ RUNS = ("alone", "at the boundary")
 
 def is_possible(kind: ErrorKind, remedy: Remedy, run: str) -> bool:
     if run == "at the boundary":
-        return remedy.action != "refuse_another_forward"
-    followed = [one.action for one in REMEDIES[kind]]  # after a forward pass alone no later remedy is reached
-    return "refuse_another_forward" not in followed[: followed.index(remedy.action)]
+        return remedy.action.__name__ != "refuse_another_forward"
+    followed = [one.action.__name__ for one in REMEDIES[kind]]  # after a forward pass alone no later remedy is reached
+    return "refuse_another_forward" not in followed[: followed.index(remedy.action.__name__)]
 
 
 CASES = [(kind, remedy, run) for (kind, remedy), run in product(remedies(), RUNS) if is_possible(kind, remedy, run)]
@@ -46,19 +46,21 @@ CASES = [(kind, remedy, run) for (kind, remedy), run in product(remedies(), RUNS
 
 def prepare(drive: Drive, kind: ErrorKind, remedy: Remedy, run: str) -> None:
     """Let the conditions of the remedy hold, and those of the ones before it not."""
-    if remedy.action == "refuse_another_forward":
+    if remedy.action.__name__ == "refuse_another_forward":
         drive.several_processes()
-    elif remedy.action == "refuse_another_attempt":
+    elif remedy.action.__name__ == "refuse_another_attempt":
         drive.patch.setattr(recovery, "MOST_ATTEMPTS", 1)
-    elif remedy.action == "plan_for_less":
+    elif remedy.action.__name__ == "plan_for_less":
         drive.engine._state.device.budget_bytes = GIB
-    elif kind is K.NO_PLAN and remedy.action == "raise_error":
+    elif kind is K.NO_PLAN and remedy.action.__name__ == "raise_error":
         drive.patch.setattr(Planner, "may_cut", False)
-    elif run == "at the boundary" and remedy.action not in AGAIN and kind in (K.OFF_PLAN, K.PEER_DIVERGED):
+    elif run == "at the boundary" and remedy.action.__name__ not in AGAIN and kind in (K.OFF_PLAN, K.PEER_DIVERGED):
         drive.another_has_read()
 
 
-@pytest.mark.parametrize(("kind", "remedy", "run"), CASES, ids=[f"{k.name}-{r.action}-{run}" for k, r, run in CASES])
+@pytest.mark.parametrize(
+    ("kind", "remedy", "run"), CASES, ids=[f"{k.name}-{r.action.__name__}-{run}" for k, r, run in CASES]
+)
 @pytest.mark.parametrize("before", list(Before))
 @pytest.mark.filterwarnings("ignore")
 def test_a_remedy_is_used(
@@ -86,21 +88,19 @@ def test_a_remedy_is_used(
         assert (kind, remedy) in used
         if run == "alone":
             assert step.is_open and len(step.micro_batches) == (1 if before is Before.NOTHING else 2)
-        elif remedy.action in AGAIN:
+        elif remedy.action.__name__ in AGAIN:
             assert step.state is StepState.UPDATING
         else:
             assert step.state is StepState.FAILED and not step.micro_batches
-            assert engine.usable is (remedy.action != "give_up")
+            assert engine.usable is (remedy.action.__name__ != "give_up")
 
 
 def test_every_kind_of_error_has_a_remedy() -> None:
     assert set(REMEDIES) == set(ErrorKind)
     for row in REMEDIES.values():
         assert [one.when is None for one in row] == [False] * (len(row) - 1) + [True]
-        for one in row:
-            assert callable(getattr(Recovery, one.action)) and (one.when is None or hasattr(Recovery, one.when))
 
 
 def test_the_table_of_the_docs_is_that_of_the_code() -> None:
     page = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text(encoding="utf-8")
-    assert table() in page, "run python -m harmony_ds.step.recovery, and put what it prints there"
+    assert as_markdown() in page, "run python -m harmony_ds.step, and put what it prints there"
