@@ -26,7 +26,7 @@ def scratch_bytes(operation: Any, arguments: Sequence[Any]) -> int:
     embedding, backward          of more than 3072 indices: a partial sum in fp32 for each index, and six arrays of sorted
                                  indices (torch, cuda/EmbeddingBackwardKernel.cu)
     """
-    packet = operation._overloadpacket
+    packet = getattr(operation, "_overloadpacket", None)  # None: an operator of functions
     if packet is _aten._scaled_dot_product_flash_attention_backward:
         return _flash_backward_bytes(*arguments[1].shape)
     if packet is _aten.embedding_dense_backward:

@@ -22,8 +22,11 @@ from harmony_ds.device.kernel_scratch import scratch_bytes
 class EagerDispatchMode(TorchDispatchMode):
     """Dispatch mode that turns `torch.compile` off while it is active.
 
-    Compiled code hides its operators, and code that dynamo meets under a dispatch mode stays uncompiled for good.
+    Compiled code hides its operators, and code that dynamo meets under a dispatch mode stays uncompiled for good. Operators
+    of functions (flex attention) come as one operation.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -175,7 +175,7 @@ class Profiler:
         measurement = Measurement(self._runtime, self._layers, self.unlayered, self.rows(sizes), traces=True)
         try:
             traced = measurement.measure(sample)
-        except torch.OutOfMemoryError as error:  # it may take more than what was measured
+        except (torch.OutOfMemoryError, UnseenError) as error:  # uncompiled, it may take more, or do something else
             self._runtime.stash.order_streams()
             release_frames(error)
             return table

@@ -79,12 +79,12 @@ def search_fitting(
     last: Fitting | None = None
     for _ in range(_SEARCHES):
         try:
-            found = _replayed(search(leaving(request, fragment_bytes)), request, costs, least_fraction)
+            found = _fastest_replayed(search(leaving(request, fragment_bytes)), request, costs, least_fraction)
         except DoesNotFitError:
             if last is None:
                 raise
             break
-        place = _first_served(found, limit_bytes)
+        place = next((place for place, choice in enumerate(found) if is_served(choice, request)), None)
         needed_bytes = found[place or 0].reserved_bytes
         assert needed_bytes is not None
         if place is None:
@@ -106,9 +106,14 @@ def search_fitting(
     return fitting
 
 
-def is_served(plan: Plan, request: PlanRequest, costs: CostTable, least_fraction: float) -> bool:
-    """Return whether the allocator can serve `plan` with all of the request's budget, and no retry."""
-    return _needed_bytes(plan, request, costs, least_fraction) <= _limit_bytes(request)
+def replayed(choice: Choice, request: PlanRequest, costs: CostTable, least_fraction: float) -> Choice:
+    """Return the choice with what the allocator has to reserve for its plan; `request`: for all of the budget."""
+    return replace(choice, reserved_bytes=_needed_bytes(choice.plan, request, costs, least_fraction))
+
+
+def is_served(choice: Choice, request: PlanRequest) -> bool:
+    """Return whether the allocator can serve a choice that was replayed with all of the request's budget, and no retry."""
+    return choice.reserved_bytes is not None and choice.reserved_bytes <= _limit_bytes(request)
 
 
 def _needed_bytes(plan: Plan, request: PlanRequest, costs: CostTable, least_fraction: float) -> int:
@@ -137,26 +142,17 @@ def _pool_bytes(request: PlanRequest) -> int:
     return max(0, request.budget_bytes - SEGMENT_BYTES)
 
 
-def _replayed(
+def _fastest_replayed(
     choices: tuple[Choice, ...], request: PlanRequest, costs: CostTable, least_fraction: float
 ) -> tuple[Choice, ...]:
     """Return the choices with what has to be reserved for those that are as fast as the best, up to the first one that the
     allocator can serve.
     """
-    replayed: list[Choice] = []
+    known: list[Choice] = []
     for choice in choices:
         if choice.prediction.step_ms > _AS_FAST * choices[0].prediction.step_ms:
             break
-        needed_bytes = _needed_bytes(choice.plan, request, costs, least_fraction)
-        replayed.append(replace(choice, reserved_bytes=needed_bytes))
-        if needed_bytes <= _limit_bytes(request):
+        known.append(replayed(choice, request, costs, least_fraction))
+        if is_served(known[-1], request):
             break
-    return (*replayed, *choices[len(replayed) :])
-
-
-def _first_served(choices: tuple[Choice, ...], limit_bytes: int) -> int | None:
-    """Return the place of the first choice for which no more has to be reserved; None: there is none."""
-    for place, choice in enumerate(choices):
-        if choice.reserved_bytes is not None and choice.reserved_bytes <= limit_bytes:
-            return place
-    return None
+    return (*known, *choices[len(known) :])

@@ -23,9 +23,10 @@ from harmony_ds.profiling.profiler import Profiler
 from harmony_ds.profiling.progress import Progress
 from harmony_ds.profiling.sample import InputShapes, Sample, shapes_of
 from harmony_ds.runtime.runtime import Runtime
-from harmony_ds.scheduler.allocator_fit import Fitting, is_replayed, is_served, leaving, search_fitting
+from harmony_ds.scheduler.allocator_fit import Fitting, is_replayed, is_served, leaving, replayed, search_fitting
 from harmony_ds.scheduler.choose import PlanRequest
 from harmony_ds.scheduler.costs import CostTable
+from harmony_ds.scheduler.grid import amount
 from harmony_ds.scheduler.joining import Advice, JoinedCosts, advise
 from harmony_ds.scheduler.packing import ElementBytes
 from harmony_ds.scheduler.plan import Plan, Policy
@@ -387,6 +388,9 @@ class Planner:
         self, graph: LayerGraph, costs: CostTable, group_size: int, sizes: Sizes, thorough: bool = True
     ) -> tuple[Choice, ...]:
         """Return the best plans, as the first process finds them; all run the same. `thorough`: see `PlanRequest`."""
+        if self._saved is not None:
+            request = replace(self.request(graph, group_size, sizes), thorough=thorough)
+            return (self._tell_of_allocator(self._search(graph, costs, request)[0], request, costs),)
         fragment_bytes = self._runtime.device.fragment_bytes(costs.working_bytes)
         if fragment_bytes + self._left_free_bytes:
             less = replace(self.request(graph, group_size, sizes, self._left_free_bytes), thorough=thorough)
@@ -394,7 +398,7 @@ class Planner:
             with suppress(DoesNotFitError):
                 if not thorough:  # one of several that are compared
                     return search_with(leaving(less, fragment_bytes))
-                if self._saved is None and is_replayed(less, costs):
+                if is_replayed(less, costs):
                     fragment_bytes = max(fragment_bytes, self._fragment_bytes)
                     fitting = search_fitting(search_with, less, costs, fragment_bytes, self._least_fraction)
                 else:
@@ -405,6 +409,23 @@ class Planner:
         if thorough and fragment_bytes + self._left_free_bytes:  # it takes all of the budget
             self._fragment_bytes, self._left_free_bytes, self._may_leave_free = 0, 0, False
         return choices
+
+    def _tell_of_allocator(self, saved: Choice, request: PlanRequest, costs: CostTable) -> Choice:
+        """Return the saved plan with what the allocator has to reserve for it; warn if the budget is too small for that."""
+        if not is_replayed(request, costs):
+            return saved
+        saved = replayed(saved, request, costs, self._least_fraction)
+        if not is_served(saved, request):
+            assert saved.reserved_bytes is not None and self._runtime.device.budget_bytes is not None
+            _logger.warning(
+                "torch's allocator has to reserve %s for harmony.plan, and the budget is %s, %s of it set aside: in each "
+                "step it gives back memory, takes it again, and waits for the device. Raise harmony.device_memory_gib, or "
+                "plan again.",
+                amount(saved.reserved_bytes),
+                amount(self._runtime.device.budget_bytes),
+                amount(request.beside_bytes),
+            )
+        return saved
 
     def _search(self, graph: LayerGraph, costs: CostTable, request: PlanRequest) -> tuple[Choice, ...]:
         """Return the best plans for what is asked, see `_choose`."""
@@ -506,7 +527,7 @@ class Planner:
         assert self.plan is not None
         sizes = Sizes.from_policy(self.plan.policy)
         if self._check_allocator and self._runtime.world.size == 1:  # of several, each would find something else
-            self._outgrown |= not self._is_served(self.plan)
+            self._outgrown |= not self._is_served()
         self._check_allocator = False
         self._group_size = max(self._group_size, micro_batches)
         if self._outgrown or micro_batches > self.plan.micro_batches * sizes.joined_count:
@@ -515,13 +536,14 @@ class Planner:
             self._outgrown = False
         return self.choices[0].plan
 
-    def _is_served(self, plan: Plan) -> bool:
-        """Return whether the device's allocator can serve `plan` without giving memory back in between."""
+    def _is_served(self) -> bool:
+        """Return whether the device's allocator can serve the plan without giving memory back in between."""
         costs = self.costs[0]
-        if not self._runtime.device.has_caching_allocator or costs.allocations is None:
-            return True
         request = self.request(self.graph, self._group_size, left_free_bytes=self._left_free_bytes)
-        return is_served(plan, request, costs, self._least_fraction)
+        if not self._runtime.device.has_caching_allocator or not is_replayed(request, costs):
+            return True
+        self.choices = (replayed(self.choices[0], request, costs, self._least_fraction), *self.choices[1:])
+        return is_served(self.choices[0], request)
 
     def raise_peak(self, peaks: tuple[int, ...]) -> bool:
         """Let the plan's peaks cover those of a group too, if the budget holds them; return whether it does."""

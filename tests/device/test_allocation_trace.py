@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from torch.nn.attention.flex_attention import flex_attention
+from torch.profiler import ProfilerActivity, profile
 
 from harmony_ds.device.allocation_trace import AllocationTrace
+from harmony_ds.device.live_bytes import LiveBytes
+from tests import quantized
 
 Pairs = list[tuple[int, int]]
 
@@ -61,3 +66,56 @@ def test_what_a_kernel_takes_for_itself_ends_at_once() -> None:
         torch.ops.aten.embedding_dense_backward(gradient, indices, 10, -1, False)
     (number, nbytes), end = events[-3:-1] if events[-1][1] == 0 and events[-1][0] < events[-2][0] else events[-2:]
     assert nbytes == 4096 * (4 * 8 + 6 * 8) and end == (number, 0)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_an_operator_of_functions_is_one_operation() -> None:
+    events: Pairs = []
+    trace, counter = AllocationTrace("cpu"), LiveBytes(counts_scratch=True)
+    queries = torch.ones(1, 2, 128, 16)
+    with counter, trace, trace.recording(events):
+        attended = flex_attention(queries, queries, queries)
+    assert sorted(nbytes for _, nbytes in events if nbytes)[-1] == attended.nbytes  # type: ignore[union-attr]
+    assert counter.peak_bytes() >= attended.nbytes  # type: ignore[union-attr]
+
+
+def most_bytes(changes: list[int]) -> int:
+    """The most bytes in use at once, of requests and frees (negative)."""
+    now = most = 0
+    for nbytes in changes:
+        now += nbytes
+        most = max(most, now)
+    return most
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "hand-written wrapper",
+        "integer parameter, read in backward",
+        "bitsandbytes NF4, double",
+        "torchao int8",
+        "torchao NF4",
+    ],
+)
+def test_layers_of_quantized_weights_are_recorded_as_the_allocator_sees_them(kind: str) -> None:
+    """Dequantized weights, too, of whatever class the packed ones are."""
+    layer = quantized.build(kind, layers=1).model.layers[0].mlp.down_proj
+
+    def run() -> None:
+        inputs = torch.ones(2, 3, 2 * quantized.WIDTH, requires_grad=True)
+        layer(inputs).sum().backward()
+        layer.zero_grad()
+
+    run()
+    events: Pairs = []
+    trace = AllocationTrace("cpu")
+    with trace, trace.recording(events):
+        run()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        run()
+    in_use: dict[int, int] = dict(event for event in events if event[1])
+    recorded = [nbytes or -in_use[number] for number, nbytes in events]
+    results = profiled.profiler.kineto_results  # type: ignore[union-attr]
+    allocated = [event.nbytes() for event in results.events() if event.name() == "[memory]"]
+    assert most_bytes(recorded) == pytest.approx(most_bytes(allocated), rel=0.02)

@@ -12,7 +12,7 @@ from harmony_ds.config.harmony import HarmonySettings
 from harmony_ds.device.allocator_room import SEGMENT_BYTES
 from harmony_ds.errors import DoesNotFitError
 from harmony_ds.scheduler import allocator_fit
-from harmony_ds.scheduler.allocator_fit import Fitting, is_served, leaving, search_fitting
+from harmony_ds.scheduler.allocator_fit import Fitting, is_served, leaving, replayed, search_fitting
 from harmony_ds.scheduler.choose import PlanRequest
 from harmony_ds.scheduler.plan import Plan, Policy
 from harmony_ds.scheduler.search import Choice
@@ -39,8 +39,12 @@ def choice(reserved: int, ms: float) -> Choice:
     return Choice(plan, type(prediction)(**{**_fields(prediction), "step_ms": ms}), "")
 
 
-def replayed(choice: Choice) -> Choice:
+def known(choice: Choice) -> Choice:
     return replace(choice, reserved_bytes=choice.plan.peak_bytes)
+
+
+def serves(choice: Choice, least_fraction: float) -> bool:
+    return is_served(replayed(choice, REQUEST, COSTS, least_fraction), REQUEST)
 
 
 def _fields(value: Any) -> dict[str, Any]:
@@ -79,14 +83,14 @@ def fit(searches: Searches, fragment_mib: int, least_fraction: float = 1.0) -> F
 def test_a_plan_that_takes_what_there_is_runs() -> None:
     served = choice(LIMIT, 10.0)
     searches = Searches(lambda left: (served,))
-    assert fit(searches, 100) == Fitting((replayed(served),), 100 * MIB)
+    assert fit(searches, 100) == Fitting((known(served),), 100 * MIB)
     assert searches.left == [100]
 
 
 def test_of_plans_that_are_as_fast_one_that_is_served_runs() -> None:
     first, second, third = choice(LIMIT + 1, 10.0), choice(LIMIT, 10.05), choice(LIMIT, 10.0)
     searches = Searches(lambda left: (first, second, third))
-    assert fit(searches, 100).choices == (replayed(second), replayed(first), third)
+    assert fit(searches, 100).choices == (known(second), known(first), third)
     assert searches.left == [100]
 
 
@@ -94,7 +98,7 @@ def test_a_slower_plan_does_not_run_for_being_served() -> None:
     fast, slow = choice(LIMIT + 60 * MIB, 10.0), choice(LIMIT, 11.0)
     better = choice(LIMIT, 10.5)
     searches = Searches(lambda left: (fast, slow) if left < 160 else (better,))
-    assert fit(searches, 100) == Fitting((replayed(better),), 160 * MIB)
+    assert fit(searches, 100) == Fitting((known(better),), 160 * MIB)
     assert searches.left == [100, 160]
 
 
@@ -107,13 +111,13 @@ def test_at_least_a_64th_more_is_left_at_a_time() -> None:
 def test_what_a_plan_does_not_need_is_given_to_the_next() -> None:
     slow, fast = choice(LIMIT - 70 * MIB, 10.0), choice(LIMIT, 9.0)
     searches = Searches(lambda left: (slow,) if left == 100 else (fast,))
-    assert fit(searches, 100) == Fitting((replayed(fast),), 30 * MIB)
+    assert fit(searches, 100) == Fitting((known(fast),), 30 * MIB)
 
 
 def test_a_plan_that_was_given_too_much_does_not_run() -> None:
     slow, too_large = choice(LIMIT - 70 * MIB, 10.0), choice(LIMIT + 1, 9.0)
     searches = Searches(lambda left: (slow,) if left == 100 else (too_large,))
-    assert fit(searches, 100) == Fitting((replayed(slow),), 100 * MIB)
+    assert fit(searches, 100) == Fitting((known(slow),), 100 * MIB)
 
 
 def test_where_no_plan_is_served_the_last_one_that_fits_runs() -> None:
@@ -133,7 +137,7 @@ def test_where_no_plan_is_served_the_last_one_that_fits_runs() -> None:
 def test_a_plan_runs_whose_blocks_fit_by_the_way_they_lie() -> None:
     lucky = choice(LUCKY, 10.0)
     assert fit(Searches(lambda left: (lucky,)), 100).choices == (replace(lucky, reserved_bytes=LIMIT),)
-    assert not is_served(lucky.plan, REQUEST, COSTS, 0.9)
+    assert not serves(lucky, 0.9)
 
 
 def test_where_much_is_left_a_quarter_less_is_tried() -> None:
@@ -148,7 +152,7 @@ def test_micro_batches_of_several_sizes_need_more() -> None:
     assert fit(searches, 100, least_fraction=0.5) == Fitting(
         (replace(small, reserved_bytes=LIMIT),), (100 + 8 * 40) * MIB
     )
-    assert is_served(small.plan, REQUEST, COSTS, 0.5) and not is_served(large.plan, REQUEST, COSTS, 0.5)
+    assert serves(small, 0.5) and not serves(large, 0.5)
 
 
 def test_what_is_left_is_beside_the_plan() -> None:

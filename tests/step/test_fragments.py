@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from harmony_ds import HarmonyEngine
 from harmony_ds.device import CpuDevice
+from harmony_ds.scheduler.search import Choice
 from tests.engine.drive import config_of, engine_for, family, groups_of, sgd, train_groups
 
 pytestmark = pytest.mark.fixed_times
@@ -118,11 +121,11 @@ def test_measuring_records_what_the_allocator_has_to_serve() -> None:
 def test_a_plan_is_replayed_again_when_micro_batches_differ_in_size(monkeypatch: pytest.MonkeyPatch) -> None:
     shares: list[float] = []
 
-    def is_served(plan: Any, request: Any, costs: Any, least_fraction: float) -> bool:
+    def replayed(choice: Choice, request: Any, costs: Any, least_fraction: float) -> Choice:
         shares.append(least_fraction)
-        return True
+        return replace(choice, reserved_bytes=1)
 
-    monkeypatch.setattr("harmony_ds.step.planner.is_served", is_served)
+    monkeypatch.setattr("harmony_ds.step.planner.replayed", replayed)
     config = config_of(2, 0.5, {"residency": "off"})
     with engine_for(LLAMA.build(0.0), sgd, config, device=Caching(2**30)) as engine:
         train_groups(engine, [[LARGEST, LARGEST]])
@@ -130,7 +133,7 @@ def test_a_plan_is_replayed_again_when_micro_batches_differ_in_size(monkeypatch:
         assert shares == []
         train_groups(engine, [[LARGEST, SHORTER], [SHORTER, LARGEST]])
         assert shares == [0.5]  # once
-        assert engine.plan is plan
+        assert engine.plan is plan and engine.memory_report().planned_reserved_bytes == 1
 
 
 def test_a_plan_that_is_not_served_any_more_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,3 +144,21 @@ def test_a_plan_that_is_not_served_any_more_is_replaced(monkeypatch: pytest.Monk
         plan = engine.plan
         train_groups(engine, [[LARGEST, SHORTER]])
         assert engine.plan is not plan
+
+
+def test_a_saved_plan_is_replayed_and_a_warning_says_that_the_allocator_needs_more(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "plan.json"
+    with engine_on(Caching(2**30)) as engine:
+        assert engine.plan is not None
+        path.write_text(engine.plan.to_json())
+        peak_bytes, reserved_bytes = engine.plan.peak_bytes, engine.memory_report().planned_reserved_bytes
+        assert reserved_bytes is not None
+    with engine_on(Caching(2**30), plan=str(path)) as engine:
+        assert engine.memory_report().planned_reserved_bytes == reserved_bytes
+        assert "has to reserve" not in caplog.text
+    with engine_on(Caching(peak_bytes + 2**10), plan=str(path)) as engine:
+        assert engine.plan is not None and engine.plan.peak_bytes == peak_bytes
+        assert engine.memory_report().planned_reserved_bytes == reserved_bytes
+    assert caplog.text.count("torch's allocator has to reserve") == 1
