@@ -25,15 +25,22 @@ from torch.utils._pytree import tree_iter
 from harmony_ds.decomposer.find import Layer
 from harmony_ds.errors import ModelError
 from harmony_ds.model.dict_record import DictRecord
-from harmony_ds.model.own_settings import CONTAINERS, NOT_PLAIN, SET_ONCE, Key, ModuleSettings, are_equal, refill
+from harmony_ds.model.own_settings import (
+    CONTAINERS,
+    NOT_PLAIN,
+    SET_ONCE,
+    Key,
+    ModuleSettings,
+    are_equal,
+    ignored_attributes,
+    refill,
+)
 from harmony_ds.model.trees import LIBRARIES
 from harmony_ds.offload.host_store import bypass_hooks
 
 _logger = logging.getLogger(__name__)
 
 _STRUCTURE = ("_parameters", "_buffers", "_modules")
-_NOT_RECORDED = frozenset(nn.Module().__dict__) - {"_buffers", "_modules"}
-"""Attributes that every module has, always; those of them that matter are read apart (`training`, hooks)."""
 _HOOK = "forward hook "
 _COPIED_BYTES = 1 << 20  # of a tensor that measuring may write into
 
@@ -91,6 +98,7 @@ class Contract:
         names = dict(model.named_modules())
         self._names, self._modules = list(names), list(names.values())
         self._held = [module.__dict__ for module in self._modules]
+        self._ignored = [ignored_attributes(module) | {"training"} for module in self._modules]  # modes are read apart
         self._parameters = list(model.parameters())
         self.settings = ModuleSettings(self._modules, layers)
         self._written: set[Key] = set()  # by forward
@@ -234,7 +242,10 @@ class Contract:
 
     def _record(self) -> None:
         self._attributes = self._snapshot()
-        compared = [(held, [name for name in held if name not in _NOT_RECORDED]) for held in self._held]
+        compared = [
+            (held, [name for name in held if name not in ignored])
+            for held, ignored in zip(self._held, self._ignored, strict=True)
+        ]
         tables = [held[kind] for kind in ("_buffers", "_modules") for held in self._held]
         self._recorded = DictRecord(compared + [(table, list(table)) for table in tables])
         self._tensors = [value for value in self._recorded.values if isinstance(value, Tensor)]

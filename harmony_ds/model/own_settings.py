@@ -42,7 +42,13 @@ SCALARS = (bool, int, float, complex, str, bytes)
 CONTAINERS = (list, dict, set, OrderedDict)
 _AS_ENGINE: TrainedFlags = {}
 _NOTHING_TO_SET = nullcontext()  # one for all: each layer call enters it
-_IGNORED = (NOT_PLAIN | {SET_ONCE, "_is_hf_initialized"}) - {"training"}  # the last: transformers', of each module
+_NOT_READ_BY_FORWARD = frozenset(
+    "_is_hf_initialized _tp_plan _ep_plan _pp_plan _fsdp_plan all_tied_weights_keys _keep_in_fp32_modules "
+    "_keep_in_fp32_modules_strict _no_split_modules _skip_keys_device_placement _keys_to_ignore_on_load_unexpected "
+    "_keys_to_ignore_on_load_missing _keys_to_ignore_on_save".split()
+)
+"""Attributes that transformers puts on modules, for loading and saving: a third of all, and compared at each call."""
+_IGNORED = (NOT_PLAIN | _NOT_READ_BY_FORWARD | {SET_ONCE}) - {"training"}
 _IGNORED_IN_LINEAR = _IGNORED | {"in_features", "out_features"}
 """In torch's own linear layers, the most numerous modules: the shape of the weight, which forward does not read."""
 _SMALL = 64  # elements of a container whose contents are compared
@@ -346,6 +352,11 @@ def both_trained(at_call: LaneSettings | None, at_end: LaneSettings | None) -> T
     return {key: one[key] if key in one and key in other else False for key in one.keys() | other.keys()}
 
 
+def ignored_attributes(module: nn.Module) -> frozenset[str]:
+    """Return the names of the attributes of `module` that are not compared."""
+    return _IGNORED_IN_LINEAR if type(module) is nn.Linear else _IGNORED
+
+
 class _ComparedModules:
     """Modules whose attributes are compared together; those of `skipped` are not.
 
@@ -355,7 +366,7 @@ class _ComparedModules:
 
     def __init__(self, modules: Mapping[int, nn.Module], skipped: set[Key]) -> None:
         self._all = {number: module.__dict__ for number, module in modules.items()}
-        self._are_linear = {number: type(module) is nn.Linear for number, module in modules.items()}
+        self._ignored = {number: ignored_attributes(module) for number, module in modules.items()}
         self._skipped = skipped
         self.record()
 
@@ -364,7 +375,7 @@ class _ComparedModules:
         self._keys: list[Key] = []
         compared: list[tuple[dict[str, Any], list[str]]] = []
         for number, held in self._all.items():
-            ignored = _IGNORED_IN_LINEAR if self._are_linear[number] else _IGNORED
+            ignored = self._ignored[number]
             names = [name for name in held if name not in ignored and (number, name) not in self._skipped]
             self._keys += [(number, name) for name in names]
             compared.append((held, names))
