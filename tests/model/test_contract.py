@@ -31,7 +31,6 @@ CHANGES: dict[str, Callable[[Model], object]] = {
     "a buffer of a module that had none": lambda m: m.layer.register_buffer("shift", torch.ones(2)),
     "another submodule": lambda m: setattr(m, "layer", nn.Linear(2, 2)),
     "one submodule more": lambda m: setattr(m, "more", nn.Linear(2, 2)),
-    "other buffers as a whole": lambda m: m.norm.__dict__.update(_buffers={"running_mean": torch.zeros(2)}),
     "a wrapper around forward": lambda m: setattr(m, "_old_forward", m.forward),
 }
 
