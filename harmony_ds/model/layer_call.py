@@ -53,7 +53,7 @@ ReadState = Callable[[], RandomState]
 SetState = Callable[[RandomState], None]
 _TOKENS_OF_A_PROOF = (257, 251)
 """Numbers of tokens for which a call is found to be one of a head, which treats each by itself. They are primes, so that no
-other dimension is taken for theirs. The numbers that run are proved when they come (`_OpenedHead.may_run_in_tiles`)."""
+other dimension is taken for theirs. The numbers that run are proved when they come (`_HeadInputs.may_run_in_tiles`)."""
 
 
 class LayerCalls:
@@ -148,22 +148,32 @@ class LayerCalls:
         self._device_transfers.mark(outputs)
         return outputs
 
-    def begin_head(self, request: Request, leaves: Leaves, gather: Callable[[], None]) -> TokenTensor | None:
-        """Return the output of a head's call, which is computed with the loss, in tiles of tokens; None: it is not so cut.
+    def open_head(
+        self, request: Request, leaves: Leaves, gather: Callable[[], None] | None = None
+    ) -> TokenTensor | None:
+        """Return the output of a head's call, to be computed later in tiles of tokens; None: the call is to run now, whole.
 
-        `leaves` must stay on the device until `close_heads`.
+        It is computed with what the model makes of it, until `close_heads`; `leaves` must stay on the device until then.
 
         Args:
             gather: called after each tile of the loss's backward pass: adds up the gradients that have reached `leaves`.
+                None: for a forward pass that no gradient goes back through.
         """
-        weights: Callable[[], AbstractContextManager[Any]] = partial(nullcontext, leaves)
-        opened = self._open_head_in_tiles(request, weights) if request.grad else None
-        if opened is None:
+        propagates = gather is not None
+        if request.grad is not propagates:
             return None
-        head = HeadCall(opened.hidden, opened.run, self.tiles.size, weights, gather, self._parts_to_run)
-        return self._output_until_closed(head, request)
+        weights: Callable[[], AbstractContextManager[Any]] = partial(nullcontext, leaves)
+        inputs = self._inputs_for_tiles(request, weights)
+        if inputs is None:
+            return None
+        hidden = inputs.hidden if propagates else inputs.hidden.detach()
+        head = HeadCall(hidden, inputs.run, self.tiles.size, weights, gather or _nothing, self._parts_to_run)
+        output = _output_of(head, request)
+        if output is not None:
+            self._open_heads.append((request.layer, head))
+        return output
 
-    def begin_recorded_head(
+    def open_recorded_head(
         self,
         request: Request,
         number: int,
@@ -171,20 +181,20 @@ class LayerCalls:
         inter_layer: InterLayerGraph,
         record: Callable[[RecordedCall], None],
     ) -> TokenTensor | None:
-        """Do what `begin_head` does for a forward pass that runs by itself: its backward pass comes later, by records.
+        """Do what `open_head` does for a forward pass that runs by itself: its backward pass comes later, by records.
 
         Args:
             weights: makes a context with the head's weights on the device, as long as they do not change.
             record: takes each record of what the program has made of the output, for `backward`.
         """
         layer = self.layers[request.layer]
-        opened = self._open_head_in_tiles(request, weights) if request.grad and not layer.buffered else None
-        if opened is None:
+        inputs = self._inputs_for_tiles(request, weights) if request.grad and not layer.buffered else None
+        if inputs is None:
             return None
-        hidden, arguments = opened.hidden, opened.arguments
+        hidden, arguments = inputs.hidden, inputs.arguments
         target = inter_layer.target(hidden) if hidden.requires_grad else None
         cut_hidden = hidden.detach().requires_grad_(hidden.requires_grad)
-        head = HeadCall(cut_hidden, opened.run, self.tiles.size, weights, _nothing, self._parts_to_run)
+        head = HeadCall(cut_hidden, inputs.run, self.tiles.size, weights, _nothing, self._parts_to_run)
 
         def recorded(work: TiledWork) -> list[Tensor]:
             made = work.compute(head.hidden)
@@ -201,23 +211,6 @@ class LayerCalls:
 
         head.record = recorded
         return _output_of(head, request)
-
-    def begin_head_without_gradients(self, request: Request, leaves: Leaves) -> TokenTensor | None:
-        """Do what `begin_head` does for a forward pass that no gradient goes back through."""
-        weights: Callable[[], AbstractContextManager[Any]] = partial(nullcontext, leaves)
-        opened = None if request.grad else self._open_head_in_tiles(request, weights)
-        if opened is None:
-            return None
-        hidden = opened.hidden.detach()
-        head = HeadCall(hidden, opened.run, self.tiles.size, weights, _nothing, self._parts_to_run)
-        return self._output_until_closed(head, request)
-
-    def _output_until_closed(self, head: HeadCall, request: Request) -> TokenTensor | None:
-        """Return the output of `head`, which `close_heads` closes; None: it is not to be computed in tiles."""
-        output = _output_of(head, request)
-        if output is not None:
-            self._open_heads.append((request.layer, head))
-        return output
 
     def close_heads(self) -> None:
         """Compute nothing of heads' outputs any more: their weights leave the device. Log what needed them whole, once."""
@@ -238,23 +231,23 @@ class LayerCalls:
                     function,
                 )
 
-    def _open_head_in_tiles(
+    def _inputs_for_tiles(
         self, request: Request, weights: Callable[[], AbstractContextManager[Any]]
-    ) -> _OpenedHead | None:
+    ) -> _HeadInputs | None:
         """Return what a head's call is given, on its device, if it may run in tiles, and has more tokens; else None."""
-        opened = self._open_head(request) if self.tiles.has_head(request.layer) else None
-        if opened is None or opened.tokens <= self.tiles.size:
+        inputs = self._inputs_of_head(request) if self.tiles.has_head(request.layer) else None
+        if inputs is None or inputs.tokens <= self.tiles.size:
             return None
-        form = request.layer, opened.hidden.shape, self.tiles.size
+        form = request.layer, inputs.hidden.shape, self.tiles.size
         if form not in self._may_run_in_tiles:
             with weights() as leaves:
-                self._may_run_in_tiles[form] = opened.may_run_in_tiles(self.tiles.size, leaves)
+                self._may_run_in_tiles[form] = inputs.may_run_in_tiles(self.tiles.size, leaves)
         if not self._may_run_in_tiles[form]:
             return None
-        (hidden,) = self._device_transfers.to_current([opened.hidden])
-        return replace(opened, hidden=hidden)
+        (hidden,) = self._device_transfers.to_current([inputs.hidden])
+        return replace(inputs, hidden=hidden)
 
-    def _open_head(self, request: Request) -> _OpenedHead | None:
+    def _inputs_of_head(self, request: Request) -> _HeadInputs | None:
         """Return what a call is given, if that may be the hidden states of tokens alone; else None."""
         layer, given = self.layers[request.layer], LayerInputs.from_request(request)
         if len(given.tensors) != 1 or not layer.may_be_sliced(given.arguments):
@@ -262,16 +255,16 @@ class LayerCalls:
         (hidden,) = given.tensors
         if not hidden.is_floating_point() or hidden.dim() < 2:
             return None
-        return _OpenedHead(layer, request, given.arguments, hidden)
+        return _HeadInputs(layer, request, given.arguments, hidden)
 
     def may_be_head(self, request: Request, leaves: Leaves) -> bool:
         """Return whether a call gives each token, by itself, more values than it has: if it is the last, it is a head."""
-        opened = self._open_head(request)
-        if opened is None or opened.hidden.numel() == 0:
+        inputs = self._inputs_of_head(request)
+        if inputs is None or inputs.hidden.numel() == 0:
             return False
-        rank, width = opened.hidden.dim(), opened.hidden.shape[-1]
+        rank, width = inputs.hidden.dim(), inputs.hidden.shape[-1]
         try:
-            proof = opened.prove(leaves)
+            proof = inputs.prove(leaves)
         except TokensMixedError:
             return False
         output = proof.outputs[0]
@@ -566,8 +559,8 @@ def _output_of(head: HeadCall, request: Request) -> TokenTensor | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _OpenedHead:
-    """A call that is given hidden states of tokens, and no other tensor."""
+class _HeadInputs:
+    """What a call is given that may be a head: hidden states of tokens, and no other tensor."""
 
     layer: CalledLayer
     request: Request

@@ -206,7 +206,7 @@ class Measurement(LayerCallObserver):
             call.note_forward(graph_bytes=interval.left(), peak_bytes=interval.peak())
             return outputs
 
-        head = self._begin_head(request, copy)
+        head = self._open_head(request, copy)
         interval.begin()
         if head is not None:  # what it takes, the loss takes
             return head
@@ -228,12 +228,12 @@ class Measurement(LayerCallObserver):
                 self._propagate(call, recorded, copy, watch.seen)
         return outputs
 
-    def _begin_head(self, request: Request, copy: DeviceCopy) -> TokenTensor | None:
+    def _open_head(self, request: Request, copy: DeviceCopy) -> TokenTensor | None:
         """Return the output of a call that is computed in tiles of tokens with the loss; None: it runs now, whole."""
         tiles, residency = self._runtime.layer_calls.tiles, self._runtime.residency
         if tiles.size and request.layer not in tiles.heads and request.grad:
             tiles.heads[request.layer] = self._runtime.layer_calls.may_be_head(request, copy.leaves)
-        head = self._passes.begin_head(request, copy, partial(_gather, residency, copy))
+        head = self._passes.open_head(request, copy, partial(_gather, residency, copy))
         if head is None:
             return None
         if residency.accumulates_in_place:

@@ -133,7 +133,7 @@ class ModelPasses(LayerCallObserver):
 
     def run_and_discard(self, request: Request, copy: DeviceCopy) -> Any:
         """Run a layer call without keeping what is needed to propagate through it; return its outputs."""
-        head = self.begin_head(request, copy, copy.leaves.drop_gradients)
+        head = self.open_head(request, copy, copy.leaves.drop_gradients)
         if head is not None:
             return head
         outputs, recorded = self.record(request, copy)
@@ -149,14 +149,14 @@ class ModelPasses(LayerCallObserver):
             request, number, copy.leaves, self.inter_layer, self._runtime.random.snapshot, self.rows
         )
 
-    def begin_head(self, request: Request, copy: DeviceCopy, gather: Callable[[], None]) -> TokenTensor | None:
+    def open_head(self, request: Request, copy: DeviceCopy, gather: Callable[[], None]) -> TokenTensor | None:
         """Return the output of a head, which is computed with the loss, with its weights on the device until then.
 
-        None: the call is to be run now. `gather`: see `LayerCalls.begin_head`.
+        None: the call is to be run now. `gather`: see `LayerCalls.open_head`.
         """
         if self.rows.cuts:
             return None
-        head = self._runtime.layer_calls.begin_head(request, copy.leaves, gather)
+        head = self._runtime.layer_calls.open_head(request, copy.leaves, gather)
         if head is not None:
             self.call_number += 1
             self._streamer.keep(copy)

@@ -107,7 +107,7 @@ class Timing(LayerCallObserver):
         has_samples = self._structures.count(structure) > _BACKWARD_SAMPLES
         self._lap()
         begin = self.device.issued_ms()
-        head = self._passes.begin_head(request, copy, partial(residency.accumulate, copy))
+        head = self._passes.open_head(request, copy, partial(residency.accumulate, copy))
         if head is not None:  # it takes its time with the loss
             self._lap()
             return head

@@ -384,7 +384,7 @@ class Executor:
         layer_calls, inter_layer = self._runtime.layer_calls, micro_batch.inter_layer
         read_state = self._runtime.random.snapshot
         if layer_calls.tiles.size:
-            head = self._begin_cut_head(task, micro_batch, leaves, request, position, number)
+            head = self._open_cut_head(task, micro_batch, leaves, request, position, number)
             if head is not None:
                 return head
         if task.kind is TaskKind.FORWARD_FOR_GRAPH:
@@ -399,18 +399,18 @@ class Executor:
             micro_batch.values.note(tensors_in(outputs))
         return outputs
 
-    def _begin_cut_head(
+    def _open_cut_head(
         self, task: Task, micro_batch: MicroBatch, leaves: Leaves, request: Request, position: int, number: int
     ) -> TokenTensor | None:
         """Return the output of a head's call that runs in tiles of tokens, cut from its graph; None: it is not so cut."""
         layer_calls = self._runtime.layer_calls
         if micro_batch.reduce is not None:  # what is kept of its outputs is made while the weights are there
-            return layer_calls.begin_head_without_gradients(request, leaves)
+            return layer_calls.open_head(request, leaves)
         if task.kind is not TaskKind.FORWARD or self._plan.rows.cuts:
             return None
         record = partial(micro_batch.record_at, position)
         weights = partial(self._weights_of, request.layer, task.pack)
-        head = layer_calls.begin_recorded_head(request, number, weights, micro_batch.inter_layer, record)
+        head = layer_calls.open_recorded_head(request, number, weights, micro_batch.inter_layer, record)
         if head is not None:
             micro_batch.heads.append((request.layer, head.head))
         return head
@@ -438,7 +438,7 @@ class Executor:
         self._apply_own_requires_grad(task.pack, request)
         layer_calls = self._runtime.layer_calls
         if layer_calls.tiles.size:
-            head = layer_calls.begin_head(request, leaves, partial(self._accumulate, task.pack))
+            head = layer_calls.open_head(request, leaves, partial(self._accumulate, task.pack))
             if head is not None:
                 return head
         return layer_calls.run_attached(request, leaves)
