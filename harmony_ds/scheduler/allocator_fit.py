@@ -27,7 +27,7 @@ _MOST_AT_ONCE = 8
 """And so many times that at most."""
 _SAFETY = 256
 """Part of the budget that no replay uses: a step does not quite allocate what was measured."""
-_LESS = 512
+_LUCK = 512
 """Where blocks fit by the way that they happen to lie, they have to fit with this part of the budget less, too."""
 _MUCH = 16
 """Where more than this part of the budget is left, less is tried: a plan with more in use may be in fewer pieces."""
@@ -35,6 +35,7 @@ _AS_FAST = 1.01
 """Of the plans that one search finds, those that take so many times the time of the fastest may be taken for it."""
 
 SearchWith = Callable[[PlanRequest], tuple[Choice, ...]]
+"""Return the best plans for a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,10 @@ class Fitting:
 
     choices: tuple[Choice, ...]
     fragment_bytes: int
+
+
+Fit = Callable[[int], Fitting]
+"""Search with so many bytes of the budget left, and put a plan first that the allocator can serve, if one is as fast."""
 
 
 def leaving(request: PlanRequest, nbytes: int) -> PlanRequest:
@@ -72,43 +77,67 @@ def search_fitting(
     Raises:
         DoesNotFitError: the first search finds nothing.
     """
-    assert request.budget_bytes is not None
-    grain = request.budget_bytes // _GRAIN
-    limit_bytes = _limit_bytes(request)
-    best: Fitting | None = None
-    last: Fitting | None = None
-    for _ in range(_SEARCHES):
+
+    def fit(left_bytes: int) -> Fitting:
+        found = _fastest_replayed(search(leaving(request, left_bytes)), request, costs, least_fraction)
+        place = next((place for place, choice in enumerate(found) if is_served(choice, request)), 0)
+        return Fitting((found[place], *found[:place], *found[place + 1 :]), left_bytes)
+
+    first = fit(fragment_bytes)
+    if is_served(first.choices[0], request):
+        return _fastest_with_less_left(first, fit, request)
+    return _served_with_more_left(first, fit, request)
+
+
+def _fastest_with_less_left(first: Fitting, fit: Fit, request: PlanRequest) -> Fitting:
+    """Return the fastest of `first` and what is found with less left, as long as the allocator can serve that."""
+    best = latest = first
+    for _ in range(_SEARCHES - 1):
+        assert request.budget_bytes is not None
+        spare_bytes = _limit_bytes(request) - _reserved_bytes(latest)
+        if latest.fragment_bytes > request.budget_bytes // _MUCH:
+            spare_bytes = max(spare_bytes, latest.fragment_bytes // 4)
+        if spare_bytes < request.budget_bytes // _GRAIN or not latest.fragment_bytes:
+            break
+        latest = fit(max(0, latest.fragment_bytes - spare_bytes))
+        if not is_served(latest.choices[0], request):
+            break
+        if latest.choices[0].prediction.step_ms < best.choices[0].prediction.step_ms:
+            best = latest
+    return best
+
+
+def _served_with_more_left(first: Fitting, fit: Fit, request: PlanRequest) -> Fitting:
+    """Return what is found with more left, until the allocator can serve it, or nothing fits beside that."""
+    latest = first
+    for _ in range(_SEARCHES - 1):
+        assert request.budget_bytes is not None
+        grain = request.budget_bytes // _GRAIN
+        missing_bytes = _reserved_bytes(latest) - _limit_bytes(request)
         try:
-            found = _fastest_replayed(search(leaving(request, fragment_bytes)), request, costs, least_fraction)
+            latest = fit(latest.fragment_bytes + min(max(grain, missing_bytes), _MOST_AT_ONCE * grain))
         except DoesNotFitError:
-            if last is None:
-                raise
             break
-        place = next((place for place, choice in enumerate(found) if is_served(choice, request)), None)
-        needed_bytes = found[place or 0].reserved_bytes
-        assert needed_bytes is not None
-        if place is None:
-            if best is not None:
-                break
-            last = Fitting(found, fragment_bytes)
-            fragment_bytes += min(max(grain, needed_bytes - limit_bytes), _MOST_AT_ONCE * grain)
-            continue
-        if best is None or found[place].prediction.step_ms < best.choices[0].prediction.step_ms:
-            best = Fitting((found[place], *found[:place], *found[place + 1 :]), fragment_bytes)
-        spare_bytes = limit_bytes - needed_bytes
-        if fragment_bytes > request.budget_bytes // _MUCH:
-            spare_bytes = max(spare_bytes, fragment_bytes // 4)
-        if spare_bytes < grain or not fragment_bytes or last is not None:
+        if is_served(latest.choices[0], request):
             break
-        fragment_bytes = max(0, fragment_bytes - spare_bytes)
-    fitting = best or last
-    assert fitting is not None
-    return fitting
+    return latest
+
+
+def _reserved_bytes(fitting: Fitting) -> int:
+    reserved = fitting.choices[0].reserved_bytes
+    assert reserved is not None
+    return reserved
 
 
 def replayed(choice: Choice, request: PlanRequest, costs: CostTable, least_fraction: float) -> Choice:
-    """Return the choice with what the allocator has to reserve for its plan; `request`: for all of the budget."""
-    return replace(choice, reserved_bytes=_needed_bytes(choice.plan, request, costs, least_fraction))
+    """Return the choice with what the allocator has to reserve for its plan; `request`: for all of the budget.
+
+    Where it would reserve more than there is, it may do with what there is: it puts blocks elsewhere then.
+    """
+    needed_bytes, limit_bytes = reserved_bytes(choice.plan, costs, least_fraction), _limit_bytes(request)
+    if needed_bytes > limit_bytes and least_fraction == 1.0 and _fits_by_luck(choice.plan, request, costs):
+        needed_bytes = limit_bytes
+    return replace(choice, reserved_bytes=needed_bytes)
 
 
 def is_served(choice: Choice, request: PlanRequest) -> bool:
@@ -116,18 +145,11 @@ def is_served(choice: Choice, request: PlanRequest) -> bool:
     return choice.reserved_bytes is not None and choice.reserved_bytes <= _limit_bytes(request)
 
 
-def _needed_bytes(plan: Plan, request: PlanRequest, costs: CostTable, least_fraction: float) -> int:
-    """Return what the allocator has to reserve for `plan`; the limit, if it needs no retry with no more than that.
-
-    With less memory, blocks are put elsewhere, which is as well at times. Then it has to be so with a little less, too.
-    """
-    needed_bytes, limit_bytes = reserved_bytes(plan, costs, least_fraction), _limit_bytes(request)
-    if needed_bytes <= limit_bytes or least_fraction < 1.0:
-        return needed_bytes
+def _fits_by_luck(plan: Plan, request: PlanRequest, costs: CostTable) -> bool:
+    """Return whether an allocator needs no retry for `plan` with the memory that there is, and with a little less."""
     assert request.budget_bytes is not None
     pool_bytes = _pool_bytes(request)
-    pools = pool_bytes, pool_bytes - request.budget_bytes // _LESS
-    return needed_bytes if any(retries(plan, costs, pool) for pool in pools) else limit_bytes
+    return not any(retries(plan, costs, pool) for pool in (pool_bytes, pool_bytes - request.budget_bytes // _LUCK))
 
 
 def _limit_bytes(request: PlanRequest) -> int:

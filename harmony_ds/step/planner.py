@@ -51,7 +51,7 @@ _MOST_TILES = 3
 """Sizes of each that are tried, with which the model is measured: where none of them fits, smaller ones hardly do."""
 _TILES_OF_A_MICRO_BATCH = 4096
 """No more are tried: a micro-batch of more has many millions of tokens, and takes longer to measure than anyone waits."""
-_LESS = 0.9
+_LESS_WITH_HALF = 0.9
 """With half the rows, layer calls take less than this fraction of the memory; else still fewer rows help no more."""
 _GRAINS = 64
 """Part of the budget, by which the room for shared losses grows where it has been too small."""
@@ -240,7 +240,7 @@ class Planner:
             if not self.profiler.rows(Sizes(size, size)).cuts:
                 return
             if self.tried is not None:
-                if self.tried.working_bytes > _LESS * most_bytes:
+                if self.tried.working_bytes > _LESS_WITH_HALF * most_bytes:
                     return
                 most_bytes = self.tried.working_bytes
 
@@ -388,9 +388,9 @@ class Planner:
         self, graph: LayerGraph, costs: CostTable, group_size: int, sizes: Sizes, thorough: bool = True
     ) -> tuple[Choice, ...]:
         """Return the best plans, as the first process finds them; all run the same. `thorough`: see `PlanRequest`."""
+        request = replace(self.request(graph, group_size, sizes), thorough=thorough)
         if self._saved is not None:
-            request = replace(self.request(graph, group_size, sizes), thorough=thorough)
-            return (self._tell_of_allocator(self._search(graph, costs, request)[0], request, costs),)
+            return self._tell_of_allocator(self._search(graph, costs, request), request, costs)
         fragment_bytes = self._runtime.device.fragment_bytes(costs.working_bytes)
         if fragment_bytes + self._left_free_bytes:
             less = replace(self.request(graph, group_size, sizes, self._left_free_bytes), thorough=thorough)
@@ -404,28 +404,39 @@ class Planner:
                 else:
                     fitting = Fitting(search_with(leaving(less, fragment_bytes)), fragment_bytes)
                 self._fragment_bytes = fitting.fragment_bytes
-                return fitting.choices
-        choices = self._search(graph, costs, replace(self.request(graph, group_size, sizes), thorough=thorough))
+                return self._tell_of_allocator(fitting.choices, less, costs)
+        choices = self._search(graph, costs, request)
         if thorough and fragment_bytes + self._left_free_bytes:  # it takes all of the budget
             self._fragment_bytes, self._left_free_bytes, self._may_leave_free = 0, 0, False
-        return choices
+        return self._tell_of_allocator(choices, request, costs)
 
-    def _tell_of_allocator(self, saved: Choice, request: PlanRequest, costs: CostTable) -> Choice:
-        """Return the saved plan with what the allocator has to reserve for it; warn if the budget is too small for that."""
-        if not is_replayed(request, costs):
-            return saved
-        saved = replayed(saved, request, costs, self._least_fraction)
-        if not is_served(saved, request):
-            assert saved.reserved_bytes is not None and self._runtime.device.budget_bytes is not None
+    def _tell_of_allocator(
+        self, choices: tuple[Choice, ...], request: PlanRequest, costs: CostTable
+    ) -> tuple[Choice, ...]:
+        """Return the choices, the first one, which is to run, with what the allocator has to reserve for its plan.
+
+        Warn if the budget is too small for that.
+        """
+        if request.budget_bytes is None or not is_replayed(request, costs):
+            return choices
+        chosen = choices[0]
+        if chosen.reserved_bytes is None:
+            chosen = replayed(chosen, request, costs, self._least_fraction)
+        if not is_served(chosen, request) and self._runtime.world.rank == 0:
+            assert chosen.reserved_bytes is not None and self._runtime.device.budget_bytes is not None
+            plan, remedy = "harmony.plan", "plan again"
+            if self._saved is None:
+                plan, remedy = "the fastest plan that fits", "take smaller micro-batches"
             _logger.warning(
-                "torch's allocator has to reserve %s for harmony.plan, and the budget is %s, %s of it set aside: in each "
-                "step it gives back memory, takes it again, and waits for the device. Raise harmony.device_memory_gib, or "
-                "plan again.",
-                amount(saved.reserved_bytes),
+                "torch's allocator has to reserve %s for %s, and the budget is %s, %s of it set aside: in each step it "
+                "gives back memory, takes it again, and waits for the device. Raise harmony.device_memory_gib, or %s.",
+                amount(chosen.reserved_bytes),
+                plan,
                 amount(self._runtime.device.budget_bytes),
                 amount(request.beside_bytes),
+                remedy,
             )
-        return saved
+        return (chosen, *choices[1:])
 
     def _search(self, graph: LayerGraph, costs: CostTable, request: PlanRequest) -> tuple[Choice, ...]:
         """Return the best plans for what is asked, see `_choose`."""

@@ -162,3 +162,17 @@ def test_a_saved_plan_is_replayed_and_a_warning_says_that_the_allocator_needs_mo
         assert engine.plan is not None and engine.plan.peak_bytes == peak_bytes
         assert engine.memory_report().planned_reserved_bytes == reserved_bytes
     assert caplog.text.count("torch's allocator has to reserve") == 1
+
+
+def test_a_warning_says_that_the_allocator_cannot_serve_the_plan_that_was_found(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with engine_on(Caching(2**30)) as engine:
+        assert engine.plan is not None
+        peak_bytes = engine.plan.peak_bytes
+    assert "has to reserve" not in caplog.text
+    with engine_on(Caching(peak_bytes + 2**10), residency="off") as engine:
+        choice = engine._state.planner.choices[0]
+        assert choice.reserved_bytes is not None and choice.reserved_bytes > peak_bytes
+    assert caplog.text.count("torch's allocator has to reserve") == 1
+    assert "take smaller micro-batches" in caplog.text
