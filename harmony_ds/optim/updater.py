@@ -13,7 +13,7 @@ Deferred updates wait for the norm of all gradients, by which these are clipped 
 pack's gradients are deposited and measured, norm() is queued once, then the updates in forward order. Other updates are
 queued right after the deposit of their gradients; of several in the queue, the pack that is needed first comes first.
 
-From the handler of an UPDATE task to the compiled step there are six frames:
+From the handler of an UPDATE task to the compiled step there are six frames of the engine's:
 
     engine's thread    GradientTasks.update -> Updater.update, which queues a job
     update thread      Updater._work -> Updater._update -> HostOptimizer.step -> (DeepSpeed's step) -> GilFreeOp.update
