@@ -73,6 +73,6 @@ class AccumulatedGradients:
             for name in names:
                 runtime.residency.clear_gradient(copy, name)
 
-    def note_used(self) -> None:
-        """Note that the step which has run in parts is over, and its gradients are used."""
+    def note_gone(self) -> None:
+        """Note that the gradients of the step are used or discarded."""
         self._moved_to_host = False

@@ -151,9 +151,9 @@ class Executor:
                     unlayered = {name: leaf for copy in self._unlayered for name, leaf in copy.leaves.items()}
                     with runtime.installation.installed(unlayered, places=self._buffer_devices):
                         self._execute(tasks)
+                        if not self.backward_begun:  # else FUSED has checked it
+                            runtime.random.check_drawn()  # before buffers are copied back: the run may be made again
                 runtime.device.enter(HOME)
-                if not self.backward_begun:
-                    runtime.random.check_drawn()
             finally:
                 runtime.layer_calls.close_heads()
                 runtime.joins.discard_checks()
@@ -253,6 +253,7 @@ class Executor:
         if discards_gradients:
             runtime.resident_packs.clear_gradients()
             self.gradient_tasks.discard_leaving()
+            self.accumulated_gradients.note_gone()
         runtime.device.enter(HOME)
 
     def _evict_copy(self, pack: int) -> None:
@@ -408,22 +409,26 @@ class Executor:
             return layer_calls.open_head(request, leaves)
         if task.kind is not TaskKind.FORWARD or self._plan.rows.cuts:
             return None
-        record = partial(micro_batch.record_at, position)
-        weights = partial(self._weights_of, request.layer, task.pack)
+        record = partial(micro_batch.record_of_head, len(micro_batch.heads))
+        weights = partial(self._weights_of, request.layer)
         head = layer_calls.open_recorded_head(request, number, weights, micro_batch.inter_layer, record)
         if head is not None:
-            micro_batch.heads.append((request.layer, head.head))
+            micro_batch.open_head(position, request.layer, head.head)
         return head
 
     @contextmanager
-    def _weights_of(self, layer: int, pack: int) -> Iterator[Leaves]:
-        """Hold the weights of a layer on the device while open: those of its pack, or copies that are swapped in for it."""
-        if pack in self._device_copies:
-            yield self._device_copies[pack].leaves
-            return
+    def _weights_of(self, layer: int) -> Iterator[Leaves]:
+        """Hold the weights of a layer on the device while open: those of a pack there, or copies that are swapped in."""
+        for pack, copy in self._device_copies.items():
+            if layer in self._plan.packs[pack].layers:
+                yield copy.leaves
+                return
         residency, device = self._runtime.residency, self._runtime.device
+        names = self._runtime.layer_calls.layers[layer].names
+        resident = self._runtime.resident_packs.leaves(names)  # the host's may be out of date
         with device.as_current():
-            copy = residency.swap_in(self._runtime.layer_calls.layers[layer].names)
+            copy = residency.swap_in(name for name in names if name not in resident)
+            copy.leaves.add(resident)
             try:
                 copy.wait(device)
                 yield copy.leaves

@@ -219,11 +219,16 @@ class JointMicroBatch(MicroBatch):
         joint.start()
         return joint
 
+    def reset(self) -> None:
+        for member in self.members:
+            member.reset()
+        MicroBatch.reset(self)  # super() knows another class, the one before it got slots
+
     def finish(self) -> None:
         joint: Any = self.lane
         for member, lane in zip(self.members, joint.lanes, strict=True):
             member.lane_settings = lane.lane_settings
-        MicroBatch.finish(self)  # super() knows another class, the one before it got slots
+        MicroBatch.finish(self)
 
 
 def no_loss(outputs: Any) -> None:

@@ -79,8 +79,9 @@ class MicroBatch:
     """Whether the engine runs it now, forward or back."""
     calls: list[tuple[int, RecordedCall]] = field(default_factory=list)
     """Recorded calls with their positions, in the order they were made."""
-    heads: list[tuple[int, HeadCall]] = field(default_factory=list)
-    """By layer: heads whose output it has, and computes in tiles of tokens, after a forward pass that ran by itself."""
+    heads: list[tuple[int, int, HeadCall]] = field(default_factory=list)
+    """With positions and layers: heads whose output it has, and computes in tiles of tokens, after a forward pass that ran
+    by itself."""
     inter_layer: InterLayerGraph = field(default_factory=InterLayerGraph)
     loss_members: tuple[MicroBatch, ...] = ()
     values: WaitingValues = field(default_factory=WaitingValues)
@@ -130,19 +131,25 @@ class MicroBatch:
         while self.calls and self.calls[-1][0] >= pack.positions[0]:
             yield self.calls.pop()[1]
 
-    def record_at(self, position: int, call: RecordedCall) -> None:
-        """Note the record of a call at `position`, which is the last one."""
+    def open_head(self, position: int, layer: int, head: HeadCall) -> None:
+        """Note that it has the output of a head's call at `position`, which is the last one."""
+        self.heads.append((position, layer, head))
+
+    def record_of_head(self, number: int, call: RecordedCall) -> None:
+        """Note a record of head `number` of those that were opened, of what the program has made of its output."""
+        position, *_ = self.heads[number]  # as it is now
         self.calls.append((position, call))
 
     def close_heads(self, close: Callable[[int, HeadCall], None]) -> None:
         """Compute nothing of heads' outputs any more: weights are about to change. `close`: of one head of a layer."""
-        for layer, head in self.heads:
+        for _, layer, head in self.heads:
             close(layer, head)
         self.heads.clear()
 
     def move(self, positions: tuple[int, ...]) -> None:
         """Follow a call order that has grown: `positions[p]` is where the call once at `p` is now."""
         self.calls = [(positions[position], call) for position, call in self.calls]
+        self.heads = [(positions[position], layer, head) for position, layer, head in self.heads]
 
     def finish(self) -> None:
         """Take the outputs from a lane that ran to its end."""
@@ -220,7 +227,7 @@ class MicroBatch:
         self.outputs = self.lane_settings = self.held_on_host = None
         self.values = WaitingValues()
         self.calls.clear()
-        for _, head in self.heads:
+        for *_, head in self.heads:
             head.close()
         self.heads.clear()
         self.inter_layer = InterLayerGraph()

@@ -369,7 +369,7 @@ class PendingMicroBatch:
 
     def close_heads(self) -> None:
         """Compute nothing more of what the model's last layer gives: its weights are about to change, or have changed."""
-        for _, head in self.micro_batch.heads:
+        for *_, head in self.micro_batch.heads:
             head.close()
 
     def finish_propagation(self) -> None:

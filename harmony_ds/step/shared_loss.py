@@ -74,7 +74,9 @@ class SharedLoss:
         for _, divisor in self.terms:
             if divisor not in evaluations:
                 evaluations[divisor] = Evaluation(partial(self._known_value, outputs, divisor), detached)
-        terms = [evaluations[divisor].value_of(node) for node, divisor in self.terms]
+        terms = []
+        for node, divisor in self.terms:  # no comprehension: Python 3.11 does not clear those of an error's frames
+            terms.append(evaluations[divisor].value_of(node))
         values: dict[Node, Tensor] = {}
         for evaluation in evaluations.values():
             values.update(evaluation.values)

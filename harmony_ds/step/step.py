@@ -475,7 +475,7 @@ class Step:
         if self.has_accumulated:
             update_plan, self._update_plan = self._update_plan, None
             self.execute(Run(RunKind.UPDATE, (), hyper, norm_options, update_plan=update_plan))
-            self.context.executor.accumulated_gradients.note_used()
+            self.context.executor.accumulated_gradients.note_gone()
         elif not wanted and self._has_gradients_by_hand():
             self.execute(Run(RunKind.UPDATE_BY_HAND, (), hyper, norm_options))
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +18,7 @@ from harmony_ds.model.called_layer import CalledLayer
 from harmony_ds.profiling import profiler
 from harmony_ds.profiling.measurement import Measurement
 from harmony_ds.profiling.sample import Sample
+from harmony_ds.step import planner
 from tests.engine.drive import (
     adamw,
     config_of,
@@ -340,6 +343,39 @@ def test_an_error_that_single_calls_raise_too_does_not_end_joining(calls: list[s
         calls.clear()
         train_groups(engine, groups[2:])
     assert calls.count("layers.0") == 2  # forward, and again
+
+
+def test_what_a_set_gave_that_ran_out_of_memory_is_gone_before_it_is_measured_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    outputs: list[weakref.ref[Tensor]] = []
+    alive: list[bool] = []
+    measure = planner.Planner.measure
+    is_short = False
+
+    def loss_of(made: Tensor) -> Tensor:
+        nonlocal is_short
+        outputs.append(weakref.ref(made))
+        if is_short:
+            is_short = False
+            raise torch.OutOfMemoryError("for a test")
+        return made.sum()
+
+    def measured(self: planner.Planner, sample: Sample) -> Any:
+        gc.collect()
+        alive.append(any(one() is not None for one in outputs))
+        return measure(self, sample)
+
+    groups, model = rows_of_four(), Layered(lambda: nn.Linear(4, 4))
+    harmony = {"pack_layers": 1, "micro_batch": 8, "device_memory_gib": 0.001}
+    with engine_for(model, sgd, config_of(4, None, harmony)) as engine:
+        engine.train_batch(iter(groups[0]), loss_of)
+        monkeypatch.setattr(planner.Planner, "measure", measured)
+        is_short = True
+        engine.train_batch(iter(groups[1]), loss_of)
+
+    assert alive
+    assert not any(alive)
 
 
 def clamped(model: nn.Module, *names: str) -> nn.Module:

@@ -339,6 +339,75 @@ def test_logits_can_be_read_until_the_weights_change() -> None:
             later.logits.sum().item()
 
 
+class Branching(nn.Module):
+    """Words, layers of which one is for some data alone, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(VOCABULARY, 16)
+        self.layer, self.another, self.last = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+        self.head = nn.Linear(16, VOCABULARY)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = torch.tanh(self.layer(self.words(ids)))
+        if ids[0, 0] == 0:
+            hidden = self.another(hidden)
+        return self.head(torch.tanh(self.last(hidden)))
+
+
+def words_of(index: int, first: int) -> Batch:
+    one = batch(index)
+    one["input_ids"][0, 0] = first
+    return {"ids": one["input_ids"], "labels": one["labels"]}
+
+
+def of_logits(logits: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.filterwarnings("ignore:a loss or an output was looked at")
+def test_logits_that_were_read_before_a_new_plan_are_propagated_back_from() -> None:
+    torch.manual_seed(0)
+    model, (one, other) = Branching(), (words_of(0, first=1), words_of(1, first=0))
+    expected = copy.deepcopy(model)
+    loop_plainly(expected, [one, other], 2, lambda made, two: of_logits(made(two["ids"]), two["labels"]), small_sgd)
+
+    with engine_for(model, small_sgd, config_of(2, harmony={"tokens": 40, "pack_layers": 1})) as engine:
+        logits = engine(one["ids"])
+        logits.argmax(-1).sum().item()
+        calls = len(engine.plan.calls)
+        of_others = of_logits(engine(other["ids"]), other["labels"])
+        of_others.item()  # another layer is called: measured and planned anew
+        assert len(engine.plan.calls) > calls
+        for loss in (of_logits(logits, one["labels"]), of_others):
+            engine.backward(loss)
+            engine.step()
+
+    assert relative_difference(model, expected) < TOLERANCE
+
+
+@pytest.mark.filterwarnings("ignore:a loss or an output was looked at")
+def test_losses_that_are_read_are_of_weights_that_stay_on_the_device() -> None:
+    torch.manual_seed(0)
+    model, batches = Branching(), [words_of(index, first=0) for index in range(4)]
+    expected = copy.deepcopy(model)
+    losses = loop_plainly(expected, batches, 1, lambda made, one: of_logits(made(one["ids"]), one["labels"]), sgd)
+
+    block = {"tokens": 40, "pack_layers": 1, "residency": 10}
+    with engine_for(model, sgd, config_of(1, harmony=block)) as engine:
+        found = []
+        for one in batches:
+            logits = engine(one["ids"])
+            logits.argmax(-1).sum().item()  # forward runs, and the logits are computed again for the loss
+            loss = of_logits(logits, one["labels"])
+            found.append(loss.item())
+            engine.backward(loss)
+            engine.step()
+        assert engine.plan.policy.resident
+
+    assert found == pytest.approx(losses, rel=1e-6)
+
+
 @pytest.mark.filterwarnings("ignore:a loss or an output was looked at")
 def test_gradients_that_are_read_before_the_step_are_there() -> None:
     model, one = llama(), batch(0)

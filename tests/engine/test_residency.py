@@ -37,7 +37,7 @@ from tests.engine.drive import (
 from tests.engine.test_failures import Mishap
 from tests.engine.test_ledger import layer_bytes, rounded
 from tests.engine.test_precision import BF16, assert_masters_and_weights_are_plain
-from tests.inside import assembly_of, planner_of
+from tests.inside import assembly_of, planner_of, updater_of
 from tests.oracle import assert_same, train_plainly
 
 pytestmark = pytest.mark.fixed_times
@@ -273,6 +273,40 @@ def test_the_optimizers_state_is_true_whenever_it_is_read(name: str) -> None:
                 assert torch.equal(engine.optimizer.state[mine][key], value)
         assert len(pickle.loads(pickle.dumps(engine.optimizer.state))) == len(list(model.parameters()))
     assert type(engine.optimizer.state).__name__ == "defaultdict"
+
+
+class Fragile(torch.nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.isnan().any():
+            raise ValueError("not a number")
+        made: torch.Tensor = super().forward(x).sum()
+        return made
+
+
+def test_a_step_that_failed_after_gradients_left_the_device_makes_no_later_one_wait_for_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = Fragile(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    few, more = torch.ones(2, 4), torch.ones(5, 4)
+    with engine_for(model, sgd, config_with(EVERY, 0.5)) as engine:
+        for _ in range(3):
+            engine.backward(engine(few))
+            engine.step()
+        engine.backward(engine(few))
+        assert model[0].weight.grad is not None  # it has accumulated on the device
+        engine.step()
+        engine.backward(engine(more))  # measured, for which gradients leave the device
+        engine.step()
+        engine.backward(engine(few * torch.nan))
+        with pytest.raises(ValueError, match="not a number"):
+            engine.step()
+        waits = Mock(side_effect=updater_of(engine).pop_gradients)
+        monkeypatch.setattr(updater_of(engine), "pop_gradients", waits)
+        for _ in range(3):
+            engine.backward(engine(few))
+            engine.step()
+        assert engine.was_step_applied()
+    waits.assert_not_called()
 
 
 # ---- other passes

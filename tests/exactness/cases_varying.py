@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import torch
@@ -130,3 +131,28 @@ def fixed_point_of_as_many_rounds_as_it_takes(side: Side) -> Found:
         return engine(x, labels, rounds=(7, 3, 9, 5)[engine.micro_steps % 4])
 
     return trained(side, FixedPoint(), adamw, loss, steps=3)
+
+
+class Augmented(Net):
+    """Weakens some data by a number that Python's own generator draws, after batch normalization."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU()))
+
+    def body(self, x: Tensor) -> Tensor:
+        weakens = x.sum() > 0
+        x = super().body(x)
+        return x * random.random() if weakens else x
+
+
+@case(*PAIRS)
+def numbers_of_python_for_some_data_with_losses_read(side: Side) -> Found:
+    """BatchNorm, and random.random() for the data of every third micro-batch; each loss is logged."""
+    model = Augmented()
+
+    def loss(engine: Any, x: Tensor, labels: Tensor) -> Tensor:
+        loss = engine(x.abs() if engine.micro_steps % 3 == 2 else -x.abs(), labels)
+        loss.item()
+        return loss
+
+    return {**trained(side, model, sgd, loss), **dict(model.named_buffers())}
