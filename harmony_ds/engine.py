@@ -140,7 +140,10 @@ def _release_from_idle_engine(model: nn.Module) -> None:
     """Destroy the engine that trains `model`, if there is one and nothing waits in it: a new one takes the model over."""
     earlier = _engine_of.get(model)
     engine = None if earlier is None else earlier()
-    if engine is not None and engine.usable and engine._steps.is_idle:
+    if engine is None or not engine.usable:
+        return
+    engine._steps.open.forget_out_of_reach()
+    if engine._steps.is_idle:
         engine._state.health.hand_over()
         engine.destroy()
 
@@ -378,6 +381,7 @@ class HarmonyEngine(nn.Module):
                 "engine itself: not both."
             )
         step = self._steps.open
+        step.forget_out_of_reach()
         if queued := step.queued:
             way_out = (
                 "call backward() and step() for them"

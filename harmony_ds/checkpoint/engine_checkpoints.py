@@ -125,11 +125,11 @@ class Checkpoints:
         steps.state.health.check_usable()
         steps.state.runtime.updater.wait_all()
         steps.settle()
-        if steps.open.micro_batches:
+        if handed_over := steps.open.handed_over:
             _logger.warning(
                 "micro-batches are queued (%d) whose step is not taken yet: the checkpoint is of the step before, and they "
                 "have to be handed over again after loading it.",
-                len(steps.open.micro_batches),
+                handed_over,
             )
         else:  # what was written into weights by hand is in what is saved of their masters, too
             steps.context.links.apply_user_writes()
@@ -156,6 +156,6 @@ class Checkpoints:
             optimizer=state.host_optimizer,
             scheduler=self._steps.lr_scheduler,
             loader=self._data_loader(),
-            queued=len(self._steps.open.micro_batches),
+            queued=self._steps.open.handed_over,
             buffers=self._steps.open.buffers_before,
         )

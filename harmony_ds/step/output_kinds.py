@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, is_dataclass, replace
 from enum import Enum
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import Tensor
@@ -107,6 +107,7 @@ class OutputKind:
         if not is_known(structure) or not any(leaves(structure)):
             return None
         pending = _PendingOutputs(source, device, _Expectation(self, form))
+        source.stand_ins = ref(pending)
         outputs = pending.stand_in(structure)
         for leaf in leaves(structure):  # numbers, that programs log after the step
             if not leaf.shape:
@@ -151,7 +152,7 @@ class _Expectation:
                 )
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class _PendingOutputs:
     """Outputs of one call, and what stands for parts of them.
 

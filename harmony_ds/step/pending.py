@@ -95,6 +95,8 @@ class Source(Protocol):
 
     outputs_given: OutputsGiven
     """What its caller was given as its outputs."""
+    stand_ins: Callable[[], object | None]
+    """Weak reference to what makes further nodes of its outputs, where its caller was given an object of that."""
     is_of_outputs: bool
     """Whether the program propagates back now from a loss that is made of outputs alone."""
     joins_other_graphs: bool

@@ -12,7 +12,7 @@ import enum
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NoReturn, Protocol
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor
@@ -89,6 +89,7 @@ class PendingMicroBatch:
         loss: what it propagates back from.
         stage: how far it has come.
         outputs_given: what its caller was given as its outputs.
+        stand_ins: weak reference to what makes further nodes of its outputs, where its caller was given an object of that.
         divided_by: accumulation steps by which this engine or others have divided the gradients of its inputs.
         inputs_require_grad: whether any argument requires a gradient: then its backward pass cannot wait for the boundary.
         is_of_outputs: whether the loss that autograd propagates back from now is made of its outputs.
@@ -118,6 +119,8 @@ class PendingMicroBatch:
         self.loss = SharedLoss(self)
         self.stage = Stage.QUEUED
         self.outputs_given = OutputsGiven.REAL
+        self.stand_ins: Callable[[], object | None] = _nothing
+        self._entrance: Callable[[], object | None] = _nothing  # to outputs that have been computed: weak, too
         self.divided_by: frozenset[int] = frozenset()
         self.inputs_require_grad = any(tensor.requires_grad for tensor in arguments.tensors)
         self.is_of_outputs = False
@@ -152,6 +155,21 @@ class PendingMicroBatch:
     def is_held(self) -> bool:
         """Whether the program still has something that is made of its outputs and is not computed."""
         return any(node.owner() is not None and node.value is None for node in self.nodes)
+
+    @property
+    def is_of_evaluation(self) -> bool:
+        """Whether it is an evaluation's without `torch.no_grad()`, as far as the program has shown."""
+        return self.evaluates and self.stage in (Stage.QUEUED, Stage.FORWARDED) and not self.needs_backward
+
+    def is_in_reach(self) -> bool:
+        """Return whether the program has something of its outputs that may still be computed or propagated back from.
+
+        Once it has nothing that stands for any of them, the engine does not hold those that were computed either.
+        """
+        if self.needs_backward or self.stand_ins() is not None or any(node.owner() is not None for node in self.nodes):
+            return True
+        self.micro_batch.outputs = None
+        return self._entrance() is not None
 
     @property
     def measured_modes(self) -> bytes:
@@ -197,6 +215,8 @@ class PendingMicroBatch:
         used = _used_by_other_outputs(outputs.values())
         handed_out = {key: _without_view(output) for key, output in outputs.items()}
         micro_batch.outputs = map_tensors(lambda tensor: handed_out.get(id(tensor), tensor), micro_batch.outputs)
+        receiver = _Receiver(self)
+        self._entrance = ref(receiver)
         self.stage = Stage.FORWARDED
         if self.needs_backward:
             self.loss.propagate_now()
@@ -204,9 +224,9 @@ class PendingMicroBatch:
             # Gradients of other outputs come to those that they are made of.
             entrance = handed_out[key] if key in used else output
             if isinstance(entrance, TokenTensor):  # gradients come to what is made of it
-                entrance.head.entrance = self.receive
+                entrance.head.entrance = receiver.receive
                 continue
-            entrance.register_hook(self._receive_of_leaf if output.is_leaf else self.receive)
+            entrance.register_hook(receiver.receive_of_leaf if output.is_leaf else receiver.receive)
 
     # ---- its loss
 
@@ -300,11 +320,6 @@ class PendingMicroBatch:
         if self.step.is_open:
             self.step.handle(StepEvent.READ_GRADIENT)
 
-    def _receive_of_leaf(self, gradient: Tensor) -> None:
-        """Take the gradient of an output that the model was given, or keeps: no gradient of its own comes by it."""
-        if self.step.is_open:
-            self.receive(gradient)
-
     def check_not_propagated(self) -> None:
         """Raise UsageError if its backward pass or its step is over, or its engine destroyed."""
         self._refuse_after_step()
@@ -393,6 +408,25 @@ class PendingMicroBatch:
         self.loss.terms.clear()
         self.micro_batch.close()
         self.arguments.close()
+
+
+class _Receiver:
+    """Receiver of the gradients of a micro-batch's outputs: it lives as long as anything leads gradients to them."""
+
+    def __init__(self, pending: PendingMicroBatch) -> None:
+        self._pending = pending
+
+    def receive(self, gradient: Tensor) -> Tensor:
+        return self._pending.receive(gradient)
+
+    def receive_of_leaf(self, gradient: Tensor) -> None:
+        """Take the gradient of an output that the model was given, or keeps: no gradient of its own comes by it."""
+        if self._pending.step.is_open:
+            self._pending.receive(gradient)
+
+
+def _nothing() -> None:
+    """Stand in for a weak reference to something that is gone."""
 
 
 def _surrogate_part(output: Tensor) -> Tensor:

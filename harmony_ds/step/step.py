@@ -78,6 +78,7 @@ class Step:
         self._context: StepContext | None = context  # None after its end: losses that the program keeps hold the step
         self.number = context.counters.step_number
         self._update_plan: Plan | None = None  # tasks that remain once some micro-batches have run, for the boundary
+        self._called = 0  # micro-batches, without those that have failed since
         self._checked_modes: object = None  # modes in which only what is trained requires a gradient
         self._backward_pass: str | None = None  # the program's last
         # What the engine does now. Each may be true without the other: the model also runs for a loss that is read, and
@@ -150,8 +151,13 @@ class Step:
 
     @property
     def queued(self) -> int:
-        """How many micro-batches are queued, but for those that have failed."""
-        return sum(not one.has_failed for one in self.micro_batches)
+        """How many micro-batches are queued, but for those that have failed and those of an evaluation."""
+        return sum(not (one.has_failed or one.is_of_evaluation) for one in self.micro_batches)
+
+    @property
+    def handed_over(self) -> int:
+        """How many micro-batches the program would have to hand over again if the step was lost: none of an evaluation."""
+        return sum(not one.is_of_evaluation for one in self.micro_batches)
 
     # ---- a micro-batch is called
 
@@ -170,10 +176,11 @@ class Step:
         """
         context = self.context
         self._drop_failed()
+        if context.state.host_optimizer is None:
+            self._forget_passes_of_frozen_model()
         is_known = call is not None or not context.replaced_forward.is_new
         call = call or context.replaced_forward.call()
-        index = self.micro_batches[-1].micro_batch.index + 1 if self.micro_batches else 0
-        micro_batch = new_micro_batch(context, self.number, index, arguments, call)
+        micro_batch = new_micro_batch(context, self.number, self._called, arguments, call)
         if micro_batch.state.modes is not self._checked_modes:
             context.links.check_requires_grad()
             self._checked_modes = micro_batch.state.modes
@@ -187,15 +194,47 @@ class Step:
             buffers = persistent_buffers(context.model)
             self.buffers_before = {name: buffer.detach().clone() for name, buffer in buffers.items()}
         self.micro_batches.append(pending)
+        self._called += 1
         if context.forward_runs_at_calls:
             self._forward_of_call(pending)
         return pending
 
     def _drop_failed(self) -> None:
         """Drop micro-batches whose forward pass has failed: the program goes on, as if they had not been called."""
-        for pending in [one for one in self.micro_batches if one.has_failed]:
+        for pending in [one for one in reversed(self.micro_batches) if one.has_failed]:
             self.micro_batches.remove(pending)
             pending.drop()
+            if pending.micro_batch.index == self._called - 1:
+                self._called -= 1
+
+    def forget_out_of_reach(self) -> None:
+        """Forget micro-batches whose forward pass has run alone, and of whose outputs the program has nothing any more.
+
+        In plain PyTorch, their activations are gone by then: of an evaluation without `torch.no_grad()`, say.
+        """
+        for pending in [one for one in self.micro_batches if one.stage is Stage.FORWARDED and not one.is_in_reach()]:
+            self._forget(pending)
+
+    def _forget_passes_of_frozen_model(self) -> None:
+        """Forget micro-batches that nothing can come of any more, since no step of a frozen model ends."""
+        unread = [one for one in self.micro_batches if one.stage is Stage.QUEUED]
+        if not all(one.is_in_reach() for one in unread):
+            self.run_due_forwards()
+        self.forget_out_of_reach()
+        for pending in [one for one in self.micro_batches if one.stage is Stage.PROPAGATED]:
+            self._forget(pending)
+        for pending in [one for one in unread if one.stage is Stage.QUEUED and not one.is_in_reach()]:
+            self._forget(pending)
+
+    def _forget(self, pending: PendingMicroBatch) -> None:
+        self.micro_batches.remove(pending)
+        self._release(pending)
+
+    def _release(self, pending: PendingMicroBatch) -> None:
+        """Release what is kept of a micro-batch that is not propagated back from."""
+        for _, call in pending.micro_batch.calls:
+            self.context.runtime.layer_calls.discard(call)
+        pending.close()
 
     def outputs_of(self, pending: PendingMicroBatch) -> Any:
         """Return what the caller of `pending` gets: stand-ins, or real outputs where they are not known well enough."""
@@ -256,7 +295,7 @@ class Step:
         context = self.context
         if not context.forward_changes_buffers or context.runtime.contract.is_running:
             return
-        for pending in self.micro_batches:
+        for pending in list(self.micro_batches):
             if pending is until:
                 return
             if pending.stage is Stage.QUEUED:
@@ -266,6 +305,7 @@ class Step:
     @torch.enable_grad()  # the caller may have gradients off for code of its own
     def _run_forward(self, pending: PendingMicroBatch) -> None:
         """Run one forward pass, whose loss or outputs are there from then on."""
+        self.forget_out_of_reach()
         self._check_recomputation(len(self.micro_batches))
         with self.context.record.working():
             self.execute(Run(RunKind.FORWARD, [pending]))
@@ -397,6 +437,7 @@ class Step:
         Raises:
             UsageError: a micro-batch is queued that has not been propagated back from.
         """
+        self.forget_out_of_reach()
         if not self._is_propagating and self.waits_for_loss:
             raise UsageError(
                 f"{name} is about to be changed, while a micro-batch that was handed over with the values before is still "
@@ -553,7 +594,7 @@ class Step:
             self.run_due_forwards(until=self.micro_batches[end] if end < len(self.micro_batches) else None)
         if not is_boundary:
             return
-        for pending in self.micro_batches:
+        for pending in list(self.micro_batches):
             if pending.stage is Stage.QUEUED and not pending.needs_backward and pending.is_held:
                 self._forward_of_call(pending)  # before weights change
 
@@ -561,9 +602,7 @@ class Step:
         """Forget micro-batches that the program does not propagate back from."""
         for pending in self.micro_batches:
             if not pending.needs_backward:
-                for _, call in pending.micro_batch.calls:
-                    self.context.runtime.layer_calls.discard(call)
-                pending.close()
+                self._release(pending)
 
     def _measure_losses(self, wanted: Sequence[PendingMicroBatch]) -> None:
         """Measure the losses that the program makes of outputs, where the memory that this takes is not known."""
@@ -669,7 +708,7 @@ class Step:
 
     def _note_place(self, error: BaseException, run: Run, failure: TaskFailure) -> None:
         """Note on an error of a run which micro-batch and layer it is of, and where the program called it."""
-        place = f"micro-batch {failure.micro_batch + 1} of {max(self.queued, len(run.pending))}"
+        place = f"micro-batch {failure.micro_batch + 1} of {max(self._called, len(run.pending))}"
         if failure.layer is not None:
             place += f", layer {self.context.state.layers[failure.layer].name}"
         for pending in run.pending:
@@ -687,7 +726,8 @@ class Step:
 
     def drop_with_engine(self) -> None:
         """Drop the step of an engine that is destroyed; warn if gradients are lost by that."""
-        lost = sum(one.needs_backward or one.stage is Stage.PROPAGATED for one in self.micro_batches)
+        steps = self.context.state.host_optimizer is not None  # else gradients have gone on already
+        lost = sum(one.needs_backward or (steps and one.stage is Stage.PROPAGATED) for one in self.micro_batches)
         if lost:
             _logger.warning(
                 "destroy() drops the gradients of micro-batches (%d) whose step was not taken: call engine.step() at the "

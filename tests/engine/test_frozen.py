@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -89,6 +91,40 @@ def test_accumulation_divides_once_and_several_passes_join() -> None:
         engine(before(inputs(2))).pow(2).mean().backward()
     for parameter, expected in zip(before.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, expected.grad)
+
+
+class Noted(nn.Sequential):
+    """Keeps weak references to its inputs."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self.seen: list[weakref.ref[Tensor]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(weakref.ref(x))
+        made: Tensor = super().forward(x)
+        return made
+
+
+@pytest.mark.parametrize("use", ["read", "dropped", "beside one that is propagated back from"])
+def test_nothing_is_kept_of_passes_that_nothing_can_come_of_any_more(use: str) -> None:
+    before, model = prompt(), Noted(*frozen(0.5))
+    held, found = [], []
+    with engine_for(model, None, config_of(1, harmony={"pack_layers": 1})) as engine:
+        for number in range(6):
+            hidden = before(inputs(number))
+            output = engine(hidden if use.startswith("beside") else hidden.detach())
+            if use == "read":
+                found.append(output.sum().item())
+            elif use.startswith("beside"):
+                another = engine(before(inputs(number)))
+                output.pow(2).mean().backward()
+                del another
+            held.append(len(engine._steps.open.micro_batches))
+            del output, hidden
+        assert max(held[2:]) <= 2
+        assert sum(one() is not None for one in model.seen) <= 2
+    assert len(set(found)) == len(found)  # each has random numbers of its own
 
 
 def test_a_model_that_would_get_gradients_needs_an_optimizer() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -178,6 +180,28 @@ def test_predictions_of_an_evaluation_without_no_grad_are_there_at_any_later_tim
         with pytest.warns(RuntimeWarning, match="looked at before"):
             predicted = engine(input_ids=ids).logits.argmax(-1)
     assert torch.equal(predicted, expected)
+
+
+def test_an_evaluation_without_no_grad_is_no_part_of_a_step_or_a_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, plain, (ids, *rest) = llama(), llama(), batches()
+    for one in (ids, rest[0]):
+        (plain(input_ids=one, labels=one).loss / 2).backward()
+    optimizer = sgd(plain.parameters())
+    optimizer.step()
+    with engine_for(model, sgd, config_of(2)) as engine:
+        engine.eval()
+        for one in rest:
+            with pytest.warns(RuntimeWarning, match="looked at before") if one is rest[0] else nullcontext():
+                loss = engine(input_ids=one, labels=one).loss  # still held when the checkpoint is saved
+                assert loss.item() > 0
+        engine.save_checkpoint(str(tmp_path))
+        del loss
+        engine.train()
+        engine.train_batch([{"input_ids": one, "labels": one} for one in (ids, rest[0])])
+    assert "have to be handed over again" not in caplog.text
+    assert_same(model, plain, bitwise=True)
 
 
 def test_results_with_names_keep_them() -> None:

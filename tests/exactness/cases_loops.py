@@ -106,6 +106,25 @@ def distance_of_two_passes(side: Side) -> Found:
     )
 
 
+@case(*PAIRS, tolerance=REGROUPED)
+def distance_of_two_passes_and_an_evaluation(side: Side) -> Found:
+    """The same with BatchNorm; the loss is not kept, and after each micro-batch the model is evaluated."""
+    model = Net(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh()))
+    engine = side.initialize(model, sgd(model))
+
+    def propagate(x: Tensor) -> None:
+        engine.backward(F.mse_loss(engine(x), engine(-x)))
+
+    for x, _ in batches(2 * side.accumulation):
+        propagate(x)
+        engine.eval()
+        with torch.no_grad():
+            engine(x)
+        engine.train()
+        engine.step()
+    return {**weights(model), **{name: own.clone() for name, own in model.named_buffers()}}
+
+
 @case(*ALL)
 def triplets_of_three_passes(side: Side) -> Found:
     """`F.triplet_margin_loss(engine(a), engine(b), engine(c))`."""

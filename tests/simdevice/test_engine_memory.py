@@ -181,3 +181,25 @@ def test_out_of_memory_while_measuring_leaves_nothing_on_the_device_even_while_t
 def buffer_bytes(module: nn.Module) -> int:
     """On a device that allocates in pieces of 512 bytes."""
     return sum(-(-buffer.nbytes // 512) * 512 for buffer in module.buffers())
+
+
+@pytest.mark.filterwarnings("ignore:a loss or an output was looked at")
+def test_forward_passes_whose_outputs_the_program_has_let_go_take_no_memory() -> None:
+    """An evaluation without `torch.no_grad()`, and a loop that skips micro-batches with a large loss."""
+    limit = parameter_bytes() // 2
+    engine, device = engine_under(limit, group=2)
+    data = batches()
+    engine.train_batch(data)
+    engine.eval()
+    taken = set()
+    for _ in range(12):
+        loss = engine(**next(data)).loss
+        taken.add(device.allocated_bytes())
+        assert loss.item() > 0
+    engine.train()
+    for _ in range(12):
+        assert engine(**next(data)).loss.item() > 0
+        taken.add(device.allocated_bytes())
+    engine.train_batch(data)  # none of them is in its way
+    engine.destroy()
+    assert max(taken) < limit // 4
