@@ -4,11 +4,13 @@
 
 An `Expression` says what the program has computed of the head's output, for each token by itself. `compute_in_tiles` runs
 it tile by tile and puts together what is left of each token; its backward pass runs head and expression again, tile by
-tile, so that neither pass ever holds the values of all tokens.
+tile, so that neither pass ever holds the values of all tokens. The graph of the tile that ran last is kept: the backward
+pass begins with that tile, which need not run again.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -72,6 +74,7 @@ class HeadCall:
         self._run = run
         self._weights: Callable[[], AbstractContextManager[Any]] | None = weights
         self._open_weights: list[Any] = []  # of the contexts that are open now
+        self._kept: weakref.ref[KeptGraph] | None = None
 
     def run(self, hidden: Tensor) -> Tensor:
         """Return the (n, V) output for (n, H) hidden states; the weights are held."""
@@ -80,11 +83,12 @@ class HeadCall:
 
     @contextmanager
     def holding_weights(self) -> Iterator[None]:
-        """Hold the weights on the device while open.
+        """Hold the weights on the device while open, to run tiles: no graph of another tile is kept beside theirs.
 
         Raises:
             HeadClosedError: they have left it, and may have changed.
         """
+        self._drop_kept_graph()
         if self._open_weights:
             yield
             return
@@ -108,8 +112,20 @@ class HeadCall:
             self.gather = before
             self._open_weights.pop()
 
+    def keep(self, graph: TileGraph) -> KeptGraph:
+        """Return a holder of the graph of the tile that ran last, which holds it until another tile runs."""
+        kept = KeptGraph(graph)
+        self._kept = weakref.ref(kept)
+        return kept
+
+    def _drop_kept_graph(self) -> None:
+        kept = None if self._kept is None else self._kept()
+        if kept is not None:
+            kept.graph = None
+
     def close(self) -> None:
         """Let go of the head's weights, which leave the device."""
+        self._drop_kept_graph()
         self._weights = None
         self.gather = _nothing
 
@@ -285,6 +301,44 @@ def _first_of_run(tokens: Tensor) -> int | None:
     return first if torch.equal(tokens, torch.arange(first, first + tokens.numel())) else None
 
 
+@dataclass(slots=True, eq=False)
+class TileGraph:
+    """What has been computed of a tile, with the graph that gradients go back through.
+
+    Attributes:
+        made: what is left of each of its places; empty once gradients have gone through.
+        hidden_gradients: see `Tile`.
+        beside_gradients: what gets the gradients of the tensors beside the tokens' values.
+    """
+
+    made: list[Tensor]
+    hidden_gradients: list[tuple[Tensor, GradientSum]]
+    beside_gradients: list[GradientSum]
+
+    def propagate(self, gradients: Sequence[Tensor | None]) -> None:
+        """Propagate the gradients of what is left of each place."""
+        edges, arrived = [], []
+        for one, gradient in zip(self.made, gradients, strict=True):
+            if gradient is not None and one.requires_grad:
+                edges.append(get_gradient_edge(one))
+                arrived.append(gradient)
+        self.made.clear()  # autograd frees what it does not need any more on its way
+        if edges:
+            propagate(edges, arrived)
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class KeptGraph:
+    """Holder of the graph of the tile that a head's forward pass ran last; None: other tiles have run since."""
+
+    graph: TileGraph | None
+
+    def pop(self) -> TileGraph | None:
+        """Return the graph, and hold it no longer."""
+        graph, self.graph = self.graph, None
+        return graph
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TiledWork:
     """An expression to be evaluated at places, tile by tile.
@@ -299,11 +353,12 @@ class TiledWork:
     places: Tensor
     has_graph: bool
 
-    def tiles(self) -> Iterator[tuple[int, Tensor]]:
+    def tiles(self, last_first: bool = False) -> Iterator[tuple[int, Tensor]]:
         """Yield the number of the first place of each tile among all, and the tile's places."""
         parts = self.places.split(self.head.tile)
-        for number in self.head.parts_to_run([len(part) for part in parts]):
-            yield number * self.head.tile, parts[number]
+        numbers = range(len(parts))[:: -1 if last_first else 1]
+        for number in self.head.parts_to_run([len(parts[number]) for number in numbers]):
+            yield numbers[number] * self.head.tile, parts[numbers[number]]
 
     def results(self, tile: Tile, places: Tensor) -> list[Tensor]:
         """Return what is left of each of `places`."""
@@ -321,63 +376,64 @@ class TiledWork:
     def compute(self, hidden: Tensor) -> list[Tensor]:
         """Return what is left of each place: (n, ...) tensors without a graph."""
         with self.head.holding_weights():
-            return self._compute(hidden)
+            return self._compute(hidden, {})[0]
 
-    def _compute(self, hidden: Tensor) -> list[Tensor]:
+    def compute_and_keep(self, hidden: Tensor, beside: dict[Beside, Tensor]) -> tuple[list[Tensor], KeptGraph]:
+        """Return what `compute` returns, and the graph of one tile, with which `propagate` begins."""
+        with self.head.holding_weights():
+            whole, graph = self._compute(hidden, beside)
+        return whole, self.head.keep(graph)
+
+    def _compute(self, hidden: Tensor, beside: dict[Beside, Tensor]) -> tuple[list[Tensor], TileGraph]:
+        """Return what is left of each place, and the graph of the first tile, which runs last."""
         whole: list[Tensor] = []
-        for first, places in self.tiles():
-            made = [one.detach() for one in self.results(Tile(self.head, hidden, {}, is_cut=True), places)]
+        graph: TileGraph | None = None
+        for first, places in self.tiles(last_first=True):
+            graph = None
+            graph = self._run(hidden, beside, places)
             if not whole:
-                shapes = [(self.places.numel(), *one.shape[1:]) for one in made]
-                whole = [one.new_empty(shape) for one, shape in zip(made, shapes, strict=True)]
-            for all_places, one in zip(whole, made, strict=True):
-                all_places.narrow(0, first, places.numel()).copy_(one)
-            del made, one
-        return whole
+                shapes = [(self.places.numel(), *one.shape[1:]) for one in graph.made]
+                whole = [one.detach().new_empty(shape) for one, shape in zip(graph.made, shapes, strict=True)]
+            for all_places, one in zip(whole, graph.made, strict=True):
+                all_places.narrow(0, first, places.numel()).copy_(one.detach())
+            del one
+        assert graph is not None
+        return whole, graph
+
+    def _run(self, hidden: Tensor, beside: dict[Beside, Tensor], places: Tensor) -> TileGraph:
+        """Run everything for some places, in a graph that begins at the hidden states and at the tensors `beside`."""
+        targets = [GradientSum(value) for value in beside.values()]
+        values = cut([value.detach() for value in beside.values()], targets)
+        tile = Tile(self.head, hidden, dict(zip(beside, values, strict=True)), is_cut=True)
+        return TileGraph(self.results(tile, places), tile.hidden_gradients, targets)
 
     def propagate(
-        self, hidden: Tensor, beside: dict[Beside, Tensor], gradients: Sequence[Tensor | None]
+        self,
+        hidden: Tensor,
+        beside: dict[Beside, Tensor],
+        gradients: Sequence[Tensor | None],
+        kept: TileGraph | None = None,
     ) -> tuple[Tensor | None, list[Tensor | None]]:
         """Run everything again, tile by tile, and propagate `gradients` of the results through each.
+
+        Args:
+            kept: the graph of the first tile, which is not run again.
 
         Returns:
             The gradients of `hidden` and of the tensors `beside`. Those of parameters have been gathered.
         """
-        with self.head.holding_weights():
-            return self._propagate(hidden, beside, gradients)
-
-    def _propagate(
-        self, hidden: Tensor, beside: dict[Beside, Tensor], gradients: Sequence[Tensor | None]
-    ) -> tuple[Tensor | None, list[Tensor | None]]:
         total = torch.zeros_like(hidden) if hidden.requires_grad else None
         sums: list[Tensor | None] = [None] * len(beside)
-        for first, places in self.tiles():
-            targets = [GradientSum(value) for value in beside.values()]
-            values = cut([value.detach() for value in beside.values()], targets)
-            tile = Tile(self.head, hidden, dict(zip(beside, values, strict=True)), is_cut=True)
-            made = self.results(tile, places)
-            parts = [None if one is None else one.narrow(0, first, places.numel()) for one in gradients]
-            runs = tile.hidden_gradients
-            del tile, values
-            _propagate(made, parts)
-            del made, parts
-            self.head.gather()
-            if total is not None:
-                _add_of_tile(total, runs)
-            _add_beside(sums, targets)
-            del runs, targets
+        with self.head.holding_weights():
+            for first, places in self.tiles():
+                graph, kept = kept or self._run(hidden, beside, places), None
+                graph.propagate([None if one is None else one.narrow(0, first, places.numel()) for one in gradients])
+                self.head.gather()
+                if total is not None:
+                    _add_of_tile(total, graph.hidden_gradients)
+                _add_beside(sums, graph.beside_gradients)
+                del graph
         return total, sums
-
-
-def _propagate(made: list[Tensor], gradients: Sequence[Tensor | None]) -> None:
-    edges, arrived = [], []
-    for one, gradient in zip(made, gradients, strict=True):
-        if gradient is not None and one.requires_grad:
-            edges.append(get_gradient_edge(one))
-            arrived.append(gradient)
-    made.clear()  # autograd frees what it does not need any more on its way
-    if edges:
-        propagate(edges, arrived)
 
 
 def _add_of_tile(total: Tensor, runs: list[tuple[Tensor, GradientSum]]) -> None:
@@ -438,7 +494,7 @@ class _ComputedInTiles(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.harmony_work, ctx.harmony_beside = work, beside
         ctx.save_for_backward(hidden, *values)
-        made = work.compute(hidden)
+        made, ctx.harmony_kept = work.compute_and_keep(hidden, dict(zip(beside, values, strict=True)))
         ctx.mark_non_differentiable(*[one for one in made if not one.is_floating_point()])
         return tuple(made)
 
@@ -446,7 +502,7 @@ class _ComputedInTiles(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         hidden, *values = ctx.saved_tensors
         beside = dict(zip(ctx.harmony_beside, values, strict=True))
-        total, sums = ctx.harmony_work.propagate(hidden, beside, gradients)
+        total, sums = ctx.harmony_work.propagate(hidden, beside, gradients, ctx.harmony_kept.pop())
         return (None, None, None, total, *sums)
 
 
