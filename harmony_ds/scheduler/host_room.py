@@ -34,7 +34,8 @@ class Waiting:
 def waiting_of(plan: Plan, costs: CostTable) -> Waiting:
     """Return what waits in host memory while `plan` runs."""
     away = plan.packing.forward[: plan.policy.stash_on_host]
-    stash = plan.micro_batches * sum(stash_bytes(plan.packs[index], costs) for index in away)
+    shared = crossing_moves(plan.packing, plan.policy)
+    stash = plan.micro_batches * sum(stash_bytes(plan.packs[index], costs, shared) for index in away)
     crossing = plan.micro_batches * _crossing_bytes(plan, costs)
     return Waiting(gradient_bytes(plan.packing, plan.policy), stash, crossing)
 

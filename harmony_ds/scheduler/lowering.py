@@ -28,7 +28,7 @@ from harmony_ds.scheduler.events import Job
 from harmony_ds.scheduler.plan import BACKWARD_KINDS, FORWARD_KINDS, RUNS, Pack, Plan, Task, TaskKind
 from harmony_ds.scheduler.profile import Machine
 from harmony_ds.scheduler.spans import COMPUTE, DISK, HOST, PEER, SWAP_IN, SWAP_OUT, UPDATE, of_device
-from harmony_ds.scheduler.swaps import CrossingTaskBytes, moved_bytes, stash_bytes
+from harmony_ds.scheduler.swaps import CrossingTaskBytes, StashMoves, moved_bytes
 
 _STASHING = (TaskKind.FORWARD, TaskKind.FUSED, TaskKind.BACKWARD)
 _CROSSING_OUT = (TaskKind.CROSSING_OUT, TaskKind.CROSSING_GRADIENTS_OUT)
@@ -78,6 +78,7 @@ class Lowering:
         self._leaving: dict[int, int] = {}  # device -> the last stash that left it
         self._stash_out: dict[int, tuple[int, ...]] = {}  # device -> the last stash that was copied to the host
         self._crossing_bytes = CrossingTaskBytes(plan.packing, plan.policy, costs)
+        self._stash_moves = StashMoves(plan, costs, self._crossing_bytes)
         self._crossing_left: dict[int, int] = {}  # micro-batch -> what took its crossing tensors to the host
         self._crossing_back: dict[int, int] = {}  # micro-batch -> what brings that back
         self._crossing_leaving: dict[int, int] = {}  # device -> what takes crossing tensors there to the host
@@ -135,13 +136,12 @@ class Lowering:
         if pack.device in self._leaving:
             # Compute goes on over the memory of the last stash that left only when its copy is done.
             self._compute_after[pack.device].append(self._leaving.pop(pack.device))
-        nbytes = stash_bytes(pack, self._costs)
         if tasks[0].kind is TaskKind.STASH_OUT:
-            nbytes -= self._crossing_bytes.copied_before_stash(pack)
-            left = self._leaving[pack.device] = self._copy_out(tasks, nbytes)
+            left = self._leaving[pack.device] = self._copy_out(tasks, self._stash_moves.out_bytes(tasks[0]))
             self._stash_out[pack.device] = (left,)
         else:
             issued = self._host(tasks, len(tasks) * self._machine.task_ms)
+            nbytes = self._stash_moves.in_bytes(tasks[0])
             done = self._copy_in(tasks, nbytes, (*issued, *self._stash_out.get(pack.device, ())))
             self._stashed.setdefault(pack.index, []).extend([done] * len(tasks))
 

@@ -42,8 +42,7 @@ def swaps_of(plan: Plan, costs: CostTable, rank: int | None = None, counts: Sequ
     weights = gradients = out = back = sent = 0
     crossing_out = crossing_in = 0
     crossing = CrossingTaskBytes(plan.packing, plan.policy, costs)
-    crossed = {task.micro_batch for task in plan.tasks if task.kind is TaskKind.CROSSING_OUT}
-    away = {p for index in plan.packing.forward[: plan.policy.stash_on_host] for p in plan.packs[index].positions}
+    stashes = StashMoves(plan, costs, crossing)
     for task in plan.tasks:
         pack = plan.packs[task.pack]
         match task.kind:
@@ -56,13 +55,9 @@ def swaps_of(plan: Plan, costs: CostTable, rank: int | None = None, counts: Sequ
             case TaskKind.REDUCE if pack.sent_bytes:
                 sent += max(pack.sent_bytes) if rank is None else pack.sent_bytes[rank]
             case TaskKind.STASH_OUT:
-                nbytes = stash_bytes(pack, costs)
-                if task.micro_batch in crossed:
-                    nbytes -= crossing.copied_before_stash(pack)
-                out += nbytes * (counts[task.micro_batch] if counts else 1)
+                out += stashes.out_bytes(task) * (counts[task.micro_batch] if counts else 1)
             case TaskKind.STASH_IN:
-                nbytes = sum(costs.costs[p].stash.new_bytes for p in pack.positions if p in away)
-                back += nbytes * (counts[task.micro_batch] if counts else 1)
+                back += stashes.in_bytes(task) * (counts[task.micro_batch] if counts else 1)
             case TaskKind.CROSSING_OUT | TaskKind.CROSSING_GRADIENTS_OUT:
                 crossing_out += crossing.of(task) * (counts[task.micro_batch] if counts else 1)
             case TaskKind.CROSSING_IN | TaskKind.CROSSING_GRADIENTS_IN:
@@ -115,9 +110,51 @@ class CrossingTaskBytes:
                 return self._costs.crossing_gradient_bytes(following, fused)
 
 
-def stash_bytes(pack: Pack, costs: CostTable) -> int:
-    """Return what one micro-batch stashes for a pack."""
-    return sum(costs.costs[p].stash.new_bytes for p in pack.positions)
+class StashMoves:
+    """The bytes that the stash tasks of a plan copy, of one micro-batch each.
+
+    An input that calls of several packs have stashed comes back for each of them. On its way out it is copied once for
+    each, too, unless it has been on the host between packs: then its copy there serves them all.
+    """
+
+    def __init__(self, plan: Plan, costs: CostTable, crossing: CrossingTaskBytes) -> None:
+        self._packs, self._costs, self._crossing = plan.packs, costs, crossing
+        away = [plan.packs[index] for index in plan.packing.forward[: plan.policy.stash_on_host]]
+        self._away = {position for pack in away for position in pack.positions}
+        self._firsts = {pack.positions[0] for pack in away}
+        self._crossed = {task.micro_batch for task in plan.tasks if task.kind is TaskKind.CROSSING_OUT}
+
+    def out_bytes(self, task: Task) -> int:
+        """Return what a STASH_OUT copies to the host."""
+        pack = self._packs[task.pack]
+        if task.micro_batch not in self._crossed:
+            return stash_bytes(pack, self._costs, shares_copies=False)
+        return stash_bytes(pack, self._costs, shares_copies=True) - self._crossing.copied_before_stash(pack)
+
+    def in_bytes(self, task: Task) -> int:
+        """Return what a STASH_IN copies to the device."""
+        positions = self._packs[task.pack].positions
+        begins = {positions[0]}
+        if task.micro_batch not in self._crossed:
+            begins |= self._firsts
+        nbytes = 0
+        for position in self._away.intersection(positions):
+            stash = self._costs.costs[position].stash
+            nbytes += stash.new_bytes + stash.again_bytes + (stash.again_at_cut_bytes if position in begins else 0)
+        return nbytes
+
+
+def stash_bytes(pack: Pack, costs: CostTable, shares_copies: bool) -> int:
+    """Return what one micro-batch's stash for a pack takes on the host.
+
+    Args:
+        shares_copies: what an earlier pack has stashed, too, has one copy for both.
+    """
+    stashes = [costs.costs[position].stash for position in pack.positions]
+    nbytes = sum(stash.new_bytes for stash in stashes)
+    if shares_copies:
+        return nbytes
+    return nbytes + sum(stash.again_bytes for stash in stashes) + stashes[0].again_at_cut_bytes
 
 
 def between_devices(packing: Packing, flow: Flow, micro_batches: int) -> dict[tuple[int, int], int]:

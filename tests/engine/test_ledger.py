@@ -90,10 +90,11 @@ def test_activations_that_wait_on_the_host_are_each_input_of_an_unfused_layer_on
     assert report.host_to_device["activations"] == report.device_to_host["activations"] == expected
 
 
+@pytest.mark.parametrize("pack", [1, 2, 3])
 @pytest.mark.parametrize("name", ["SkipNet", "t5", "whisper"])
-def test_a_stash_that_two_calls_of_a_pack_share_comes_back_once(name: str) -> None:
+def test_a_stash_that_several_calls_share_moves_once_with_each_of_their_packs(name: str, pack: int) -> None:
     one = family(name)
-    with engine_for(one.build(0.0), sgd, config_of(2, None, {"pack_layers": 2, "stash": "host"})) as engine:
+    with engine_for(one.build(0.0), sgd, config_of(2, None, {"pack_layers": pack, "stash": "host"})) as engine:
         engine.train_batch(iter([one.batch(0), one.batch(0)]))
         costs, _ = planner_of(engine).costs
         report, planned = engine.swap_report(), swaps_of(engine.plan, costs)
