@@ -312,6 +312,40 @@ def test_a_loss_never_holds_the_values_of_all_tokens() -> None:
     assert probe.peak_bytes() < 0.5 * 512 * 256 * 4
 
 
+@pytest.mark.parametrize(("reductions", "kept"), [(1, 1), (2, 1)])
+def test_backward_begins_with_the_tile_that_ran_last_whose_graph_is_kept(reductions: int, kept: int) -> None:
+    """Of several reductions the last one's: no other graph is there while a tile runs."""
+    module, runs = linear(), 0
+
+    def count(*_: object) -> None:
+        nonlocal runs
+        runs += 1
+
+    module.register_forward_pre_hook(count)
+    logits = TokenTensor.of_head(head_of(module, hidden_states()))
+    assert logits is not None
+    runs, tiles = 0, -(-ROWS * LENGTH // TILE)
+
+    loss = torch.stack([logits.logsumexp(-1).sum() for _ in range(reductions)]).sum()
+    assert runs == reductions * tiles
+    loss.backward(retain_graph=True)
+    assert runs == 2 * reductions * tiles - kept
+    loss.backward()
+    assert runs == 3 * reductions * tiles - kept
+
+
+def test_no_graph_of_a_tile_outlives_a_loss_that_is_dropped_or_its_head() -> None:
+    logits, of_tile = logits_of_tiles(), TILE * VOCABULARY * 4
+    with LiveBytes() as probe:
+        logits.logsumexp(-1)
+        assert probe.allocated_bytes() < of_tile
+        kept = logits.logsumexp(-1)
+        assert probe.allocated_bytes() > of_tile
+        logits.head.close()
+        assert probe.allocated_bytes() < of_tile
+        assert kept.shape == (ROWS, LENGTH)
+
+
 def test_it_looks_like_the_tensor_that_it_stands_for() -> None:
     logits, plain = logits_of_tiles(), linear()(hidden_states())
     views = [lambda t: t, lambda t: t[:, 1:], lambda t: t.transpose(1, 2), lambda t: t[:, ::2].reshape(-1, VOCABULARY)]
