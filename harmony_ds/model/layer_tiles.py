@@ -40,6 +40,9 @@ from harmony_ds.model.trees import flatten_all, unflatten_all
 
 _WORTH = 0.25
 """A call is cut if its graph keeps more than this share of the bytes of its inputs beside inputs and outputs."""
+_LIGHT = 8
+"""A call whose graph keeps less than so many times the bytes of its inputs takes more tokens at a time, as many as keep that
+much of a tile's: a norm's tile needs no more memory than an MLP's, and each tile takes time of its own."""
 _NONE_UNREAD = -1
 
 
@@ -72,7 +75,8 @@ class LayerTiles:
     """Which calls inside layers run in tiles, and what is known of them. One for each engine.
 
     Attributes:
-        size: the most tokens of a tile, those of all rows together; 0: nothing is cut.
+        size: the most tokens of a tile, those of all rows together, of a call whose graph keeps much (`_LIGHT`); 0: nothing
+            is cut.
         unread: number of the tiled call, in the next run of a layer, whose output need not be computed; -1: there is none.
     """
 
@@ -170,12 +174,16 @@ class LayerTiles:
                 lengths = _lengths(first.shape[dim], sizes[dim])
                 try:
                     proof = prove(call, dim, lengths)
+                    if proof.inner_bytes <= _WORTH * proof.input_bytes:
+                        refusal = "its graph keeps little beside its inputs and outputs"
+                        break
+                    times = _LIGHT * proof.input_bytes // proof.inner_bytes
+                    if times > 1:
+                        lengths = _lengths(first.shape[dim], times * sizes[dim])
+                        proof = prove(call, dim, lengths)
                 except TokensMixedError as error:
                     refusal = refusal or str(error.with_traceback(None))  # whose frames keep the call
                     continue
-                if proof.inner_bytes <= _WORTH * proof.input_bytes:
-                    refusal = "its graph keeps little beside its inputs and outputs"
-                    break
                 self._known[key] = TiledCall(proof, lengths)
                 return self._known[key]
         finally:
