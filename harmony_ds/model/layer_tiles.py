@@ -41,8 +41,8 @@ from harmony_ds.model.trees import flatten_all, unflatten_all
 _WORTH = 0.25
 """A call is cut if its graph keeps more than this share of the bytes of its inputs beside inputs and outputs."""
 _LIGHT = 8
-"""A call whose graph keeps less than so many times the bytes of its inputs takes more tokens at a time, as many as keep that
-much of a tile's: a norm's tile needs no more memory than an MLP's, and each tile takes time of its own."""
+"""A call whose graph keeps less than so many times the bytes of its inputs takes more tokens at a time, as many as keep no
+more than that: each tile takes time of its own, and a norm's need not be smaller than an MLP's."""
 _NONE_UNREAD = -1
 
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from harmony_ds import HarmonyEngine
 from harmony_ds.errors import DoesNotFitError
-from harmony_ds.model.layer_tiles import LayerTiles
+from harmony_ds.model.layer_tiles import LayerTiles, TiledCall
 from harmony_ds.utils import safe_get_full_grad
 from tests.engine.drive import (
     EVERY_FAMILY,
@@ -48,6 +48,25 @@ def assert_close(actual: nn.Module, expected: nn.Module) -> None:
     pairs = zip(actual.state_dict().items(), expected.state_dict().values(), strict=True)
     for (name, own), other in pairs:
         assert (own.float() - other.float()).norm() <= 1e-5 * other.float().norm() + 1e-7, name
+
+
+def test_parts_that_keep_little_take_more_tokens_at_a_time_and_no_more_memory() -> None:
+    llama = family("llama")
+    with engine_for(llama.build(0.0), sgd, config_of(2)) as engine:
+        tiles = in_tiles(engine)
+        train_groups(engine, groups_of(llama, steps=1, accumulation=2))
+    larger = [one for one in tiles.cut if max(one.lengths) > TILE // 2]
+    smaller = [one for one in tiles.cut if one not in larger]
+
+    assert larger and smaller
+    assert max(of_a_token(one) for one in larger) < min(of_a_token(one) for one in smaller)
+    for one in larger:
+        assert max(one.lengths) * of_a_token(one) <= TILE // 2 * 8 * one.proof.input_bytes / sum(one.lengths)
+
+
+def of_a_token(tiled: TiledCall) -> float:
+    """Return the bytes that the graph of a call keeps of each token of a row."""
+    return tiled.proof.inner_bytes / sum(tiled.lengths)
 
 
 NOT_CUT = {"opt", "bart", "whisper", "resnet"}
