@@ -34,6 +34,8 @@ from harmony_ds.scheduler.costs import CostTable
 from harmony_ds.scheduler.plan import Plan
 
 STEPS = 3
+QUEUED = 1024
+"""Requests after which the device has passed what was issued before: CUDA queues about as many kernels, then the host waits."""
 MOST_TIMES_REPLANNED = 4
 """The engine leaves at most an eighth of the budget free (harmony_ds/step/planner.py)."""
 WORKSPACES = (32 * MIB, 32 * MIB)
@@ -221,7 +223,7 @@ class Replayed:
 
 def replay(events: Sequence[Event], cap_bytes: int | None, expandable: bool, pools: Pools) -> Replayed:
     """Replay what was recorded, in an allocator that may reserve `cap_bytes` (None: any number)."""
-    allocator = CachingAllocator(cap_bytes, expandable)
+    allocator = CachingAllocator(cap_bytes, expandable, event_delay=QUEUED)
     workspaces = [allocator.malloc(nbytes, Stream.COMPUTE) for nbytes in WORKSPACES]
     blocks: dict[int, Block] = {}
     step, last_task, failure = -1, "no task", ""
@@ -239,7 +241,7 @@ def replay(events: Sequence[Event], cap_bytes: int | None, expandable: bool, poo
                 allocator.record_stream(blocks[event.number], event.stream)
             case PoolFilled():
                 if cap_bytes is not None and expandable:
-                    _fill_pool(allocator, cap_bytes - OTHER_POOLS_BYTES)
+                    _fill_pool(allocator, cap_bytes - OTHER_POOLS_BYTES - event.upload_bytes)
             case TaskDone():
                 last_task = event.task
             case StepBegun():

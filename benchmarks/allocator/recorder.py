@@ -82,8 +82,8 @@ class Recorder(EagerDispatchMode):
         if number is not None:
             self.events.append(Used(number, stream))
 
-    def fill_pool(self) -> None:
-        self.events.append(PoolFilled())
+    def fill_pool(self, upload_bytes: int) -> None:
+        self.events.append(PoolFilled(upload_bytes))
 
     def begin_step(self, step: int) -> None:
         self.events.append(StepBegun(step))
@@ -181,5 +181,5 @@ class RecordedDevice(MetaDevice):
     def record_use(self, tensor: Tensor) -> None:
         self._recorder.record_use(tensor, Stream.COMPUTE)
 
-    def fill_pool(self) -> None:
-        self._recorder.fill_pool()
+    def fill_pool(self, upload_bytes: int) -> None:
+        self._recorder.fill_pool(upload_bytes)

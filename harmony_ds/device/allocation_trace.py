@@ -23,12 +23,14 @@ class AllocationTrace(EagerDispatchMode):
 
     Attributes:
         events: of the part that is recorded now: pairs of an allocation's number and its bytes, or 0 where it ends.
+        uploads: numbers of what was made of host tensors: copies of a micro-batch's inputs.
     """
 
     def __init__(self, device_type: str) -> None:
         super().__init__()
         self._device_type = device_type
         self.events: list[tuple[int, int]] = []
+        self.uploads: list[int] = []
         self._is_paused = False
         self._count = 0
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}  # storage -> number
@@ -66,24 +68,26 @@ class AllocationTrace(EagerDispatchMode):
     ) -> Any:
         if self._is_paused:
             return func(*args, **(kwargs or {}))
-        given = {t.untyped_storage()._cdata for t in tensors_among((args, kwargs)) if is_plain(t)}
+        taken = [tensor for tensor in tensors_among((args, kwargs)) if is_plain(tensor)]
+        given = {tensor.untyped_storage()._cdata for tensor in taken}
+        is_upload = bool(taken) and all(tensor.device.type == "cpu" != self._device_type for tensor in taken)
         result = func(*args, **(kwargs or {}))
         for tensor in tensors_among(result):
             if is_plain(tensor) and tensor.device.type == self._device_type:
                 storage = tensor.untyped_storage()
-                if storage._cdata not in given:
-                    self._follow(storage)
+                if storage._cdata not in given and self._follow(storage) and is_upload:
+                    self.uploads.append(self._count)
         nbytes = scratch_bytes(func, args)
         if nbytes:
             self._count += 1
             self.events += [(self._count, nbytes), (self._count, 0)]
         return result
 
-    def _follow(self, storage: torch.UntypedStorage) -> None:
-        """Record an allocation, until its storage ends."""
+    def _follow(self, storage: torch.UntypedStorage) -> bool:
+        """Record an allocation, until its storage ends; return whether it is a new one."""
         key, nbytes = storage._cdata, storage.nbytes()
         if key in self._known or not nbytes:
-            return
+            return False
         self._count += 1
         number = self._count
         self.events.append((number, nbytes))
@@ -93,3 +97,4 @@ class AllocationTrace(EagerDispatchMode):
             self.events.append((number, 0))
 
         self._known[key] = weakref.ref(storage, end), number
+        return True

@@ -22,12 +22,24 @@ _WORKING_FRACTION, _BUDGET_FRACTION = 1 / 2, 1 / 12
 _STREAMS = 2
 """Streams that allocate device memory in any step: COMPUTE and UPLOAD. PEER does, too, where there are several devices."""
 OTHER_POOLS_BYTES = (_STREAMS + 1) * SEGMENT_BYTES
-"""What is left to all other pools where that of compute's larger blocks is filled."""
+"""What is left to all other pools where that of compute's larger blocks is filled, beside larger uploads."""
+_UPLOAD_SEGMENT_BYTES = 20 * 2**20
+"""The first segment of larger blocks of the pool of uploads, which is always set aside."""
 
 
 def reserve_bytes(capability: tuple[int, int]) -> int:
     """Return the bytes of workspaces and segments on a device of this compute capability."""
     return 2 * (8320 * 2**10 if capability < (9, 0) else 32 * 2**20) + _STREAMS * SEGMENT_BYTES
+
+
+def upload_bytes(input_bytes: int) -> int:
+    """Return the bytes to set aside for uploads beside the segments of every stream.
+
+    Args:
+        input_bytes: of all micro-batches of a step. The memory of one is not used again before the device has passed its
+            last use, by which time the host may have issued the whole step.
+    """
+    return 0 if input_bytes <= _UPLOAD_SEGMENT_BYTES else input_bytes
 
 
 def fragment_bytes(budget_bytes: int, working_bytes: int) -> int:

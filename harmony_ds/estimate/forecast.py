@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from harmony_ds.estimate.survey import Survey, frugal_policy, update_cost
 from harmony_ds.offload.disk_weights import HOST_BYTES
-from harmony_ds.scheduler.allocator_fit import is_replayed, leaving, search_fitting
+from harmony_ds.scheduler.allocator_fit import beside_uploads, is_replayed, leaving, search_fitting
 from harmony_ds.scheduler.choose import PlanRequest, make_plan
 from harmony_ds.scheduler.costs import CostTable
 from harmony_ds.scheduler.host_room import cast_bytes, waiting_of
@@ -120,7 +120,8 @@ def forecast(survey: Survey, host_budget_bytes: int | None = None) -> Forecast:
 
     if not (survey.fragment_bytes and is_replayed(request, survey.costs)):
         return Forecast(survey, search_with(request)[0], host_budget_bytes)
-    fitting = search_fitting(search_with, leaving(request, -survey.fragment_bytes), survey.costs, survey.fragment_bytes)
+    whole = beside_uploads(leaving(request, -survey.fragment_bytes), survey.costs)
+    fitting = search_fitting(search_with, whole, survey.costs, survey.fragment_bytes)
     more_bytes = fitting.fragment_bytes - survey.fragment_bytes
     survey = replace(survey, request=leaving(survey.request, more_bytes), fragment_bytes=fitting.fragment_bytes)
     return Forecast(survey, fitting.choices[0], host_budget_bytes)

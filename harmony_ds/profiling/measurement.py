@@ -111,7 +111,9 @@ class Measurement(LayerCallObserver):
                 self._base = probe.allocated_bytes()
                 self._run(sample)
         table = replace(self._measured.table(), in_slices=self._passes.rows.cuts)
-        return replace(table, allocations=self._measured.allocations()) if self._traces else table
+        if not self._traces:
+            return table
+        return replace(table, allocations=replace(self._measured.allocations(), uploads=tuple(self._trace.uploads)))
 
     def _run(self, sample: Sample) -> None:
         """Run the micro-batch forward and backward, and note what the passes take."""

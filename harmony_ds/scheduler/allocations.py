@@ -66,6 +66,7 @@ class Allocations:
         loss: while the loss is made of the model's outputs, which are dropped then.
         propagate: while it is propagated through the code after the last call.
         incoming: gradients that `propagate` leaves for layer calls.
+        uploads: those of `lead` that are copies of inputs, which another stream makes, in a pool of its own.
     """
 
     lead: Events = ()
@@ -73,6 +74,12 @@ class Allocations:
     loss: Events = ()
     propagate: Events = ()
     incoming: tuple[int, ...] = ()
+    uploads: tuple[int, ...] = ()
+
+    @property
+    def upload_bytes(self) -> int:
+        """The bytes of a micro-batch's inputs."""
+        return sum(nbytes for number, nbytes in self.lead if number in self.uploads)
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Allocations:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from harmony_ds.device.allocator_room import SEGMENT_BYTES
+from harmony_ds.device.allocator_room import SEGMENT_BYTES, upload_bytes
 from harmony_ds.errors import DoesNotFitError
 from harmony_ds.scheduler.choose import PlanRequest
 from harmony_ds.scheduler.costs import CostTable
@@ -56,6 +56,13 @@ def leaving(request: PlanRequest, nbytes: int) -> PlanRequest:
     return replace(
         request, budget_bytes=max(0, request.budget_bytes - nbytes), beside_bytes=request.beside_bytes + nbytes
     )
+
+
+def beside_uploads(request: PlanRequest, costs: CostTable) -> PlanRequest:
+    """Return the request with so many bytes of its budget left free as inputs take in a pool of their own."""
+    if costs.allocations is None or request.budget_bytes is None:
+        return request
+    return leaving(request, upload_bytes(request.micro_batches * costs.allocations.upload_bytes))
 
 
 def is_replayed(request: PlanRequest, costs: CostTable) -> bool:

@@ -12,6 +12,8 @@ task makes the requests that were recorded when the model was measured (`Allocat
     BACKWARD_FROM_GRAPH           of each call, last one first: `propagate`
     STASH_OUT, CROSSING_OUT, ...  frees what leaves, once it has been copied; what comes back is requested anew
     FREE_GRADIENTS                frees the sums of a pack's gradients, which its first micro-batch has made
+
+A micro-batch's inputs are not among them: they have a pool of their own, which is set aside (`allocator_fit.upload_bytes`).
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from harmony_ds.scheduler.plan import RUNS, Pack, Plan, Task, TaskKind
 
 _STEPS = 3
 _GROUPS = 3
-_STREAM = "compute"
+_STREAM, _UPLOAD_STREAM = "compute", "upload"
 
 
 @dataclass(slots=True)
@@ -75,6 +77,7 @@ class Replay:
         self._allocations: Allocations = costs.allocations
         self._costs = costs
         self._allocator = allocator
+        self._uploads = CachingAllocator(expandable=True)
         self._lanes: dict[int, _Lane] = {}
         self._weights: dict[int, Block] = {}  # by pack
         self._sums: dict[int, list[Block]] = {}  # by pack
@@ -170,19 +173,20 @@ class Replay:
     def _end_lane(self, micro_batch: int) -> None:
         lane = self._lanes.pop(micro_batch)
         self._free_all(lane.gradients)
-        for block in lane.blocks.values():
-            self._allocator.free(block)
+        self._free_all([*lane.blocks.values()])
 
     def _play(self, lane: _Lane, events: Events) -> None:
-        blocks, held, malloc, free = lane.blocks, lane.held, self._allocator.malloc, self._allocator.free
+        blocks, held, malloc, uploads = lane.blocks, lane.held, self._allocator.malloc, self._allocations.uploads
         fixed, fraction = self._fixed, lane.fraction
         for number, nbytes in events:
-            if nbytes:
+            if nbytes and number in uploads:
+                blocks[number] = self._uploads.malloc(nbytes, _UPLOAD_STREAM)
+            elif nbytes:
                 blocks[number] = malloc(nbytes if nbytes in fixed else int(nbytes * fraction) or 1, _STREAM)
             elif number in held:
                 lane.ended.add(number)
             elif (block := blocks.pop(number, None)) is not None:
-                free(block)
+                self._free(block)
 
     def _play_with_outputs(self, lane: _Lane, call: CallAllocations) -> None:
         """Run a call with its graph, where its outputs go on to the next call; a recomputed call drops them."""
@@ -220,12 +224,12 @@ class Replay:
             case TaskKind.SWAP_IN:
                 self._weights[pack.index] = self._malloc(pack.weight_bytes)
             case TaskKind.EVICT:
-                self._allocator.free(self._weights.pop(pack.index))
+                self._free(self._weights.pop(pack.index))
             case TaskKind.FREE_GRADIENTS:
                 self._free_all(self._sums.pop(pack.index, []))
             case TaskKind.UPDATE_ON_DEVICE:
                 if pack.update_bytes:
-                    self._allocator.free(self._malloc(pack.update_bytes))
+                    self._free(self._malloc(pack.update_bytes))
                 self._free_all(self._sums.pop(pack.index, []))
             case TaskKind.STASH_OUT if lane is not None:
                 self._free_all(self._leaving)
@@ -268,9 +272,12 @@ class Replay:
     def _malloc(self, nbytes: int) -> Block:
         return self._allocator.malloc(max(1, nbytes), _STREAM)
 
+    def _free(self, block: Block) -> None:
+        (self._uploads if block.pool.stream == _UPLOAD_STREAM else self._allocator).free(block)
+
     def _free_all(self, blocks: list[Block]) -> None:
         for block in blocks:
-            self._allocator.free(block)
+            self._free(block)
         blocks.clear()
 
 

@@ -23,7 +23,15 @@ from harmony_ds.profiling.profiler import Profiler
 from harmony_ds.profiling.progress import Progress
 from harmony_ds.profiling.sample import InputShapes, Sample, shapes_of
 from harmony_ds.runtime.runtime import Runtime
-from harmony_ds.scheduler.allocator_fit import Fitting, is_replayed, is_served, leaving, replayed, search_fitting
+from harmony_ds.scheduler.allocator_fit import (
+    Fitting,
+    beside_uploads,
+    is_replayed,
+    is_served,
+    leaving,
+    replayed,
+    search_fitting,
+)
 from harmony_ds.scheduler.choose import PlanRequest
 from harmony_ds.scheduler.costs import CostTable
 from harmony_ds.scheduler.grid import amount
@@ -96,6 +104,7 @@ class Planner:
         self._shared_loss_bytes = 0  # of the budget: for groups whose micro-batches share losses
         self._left_free_bytes = 0  # of the budget: for an allocator that has been short of room
         self._fragment_bytes = 0  # of the budget: for pieces of memory that serve no request
+        self._upload_bytes = 0  # of the budget: for inputs, in a pool of their own
         self._least_fraction = 1.0  # of the largest micro-batch that was measured, what others have of its elements
         self._check_allocator = False  # whether the plan was found before that was known
         self._may_leave_free = saved is None  # whether a plan may fit beside more of it
@@ -390,10 +399,11 @@ class Planner:
         """Return the best plans, as the first process finds them; all run the same. `thorough`: see `PlanRequest`."""
         request = replace(self.request(graph, group_size, sizes), thorough=thorough)
         if self._saved is not None:
-            return self._tell_of_allocator(self._search(graph, costs, request), request, costs)
+            return self._tell_of_allocator(self._search(graph, costs, request), beside_uploads(request, costs), costs)
         fragment_bytes = self._runtime.device.fragment_bytes(costs.working_bytes)
         if fragment_bytes + self._left_free_bytes:
-            less = replace(self.request(graph, group_size, sizes, self._left_free_bytes), thorough=thorough)
+            whole = replace(self.request(graph, group_size, sizes, self._left_free_bytes), thorough=thorough)
+            less = beside_uploads(whole, costs)
             search_with = partial(self._search, graph, costs)
             with suppress(DoesNotFitError):
                 if not thorough:  # one of several that are compared
@@ -404,11 +414,13 @@ class Planner:
                 else:
                     fitting = Fitting(search_with(leaving(less, fragment_bytes)), fragment_bytes)
                 self._fragment_bytes = fitting.fragment_bytes
+                self._upload_bytes = less.beside_bytes - whole.beside_bytes
                 return self._tell_of_allocator(fitting.choices, less, costs)
         choices = self._search(graph, costs, request)
         if thorough and fragment_bytes + self._left_free_bytes:  # it takes all of the budget
-            self._fragment_bytes, self._left_free_bytes, self._may_leave_free = 0, 0, False
-        return self._tell_of_allocator(choices, request, costs)
+            self._fragment_bytes = self._upload_bytes = self._left_free_bytes = 0
+            self._may_leave_free = False
+        return self._tell_of_allocator(choices, beside_uploads(request, costs), costs)
 
     def _tell_of_allocator(
         self, choices: tuple[Choice, ...], request: PlanRequest, costs: CostTable
@@ -511,7 +523,8 @@ class Planner:
     def beside_bytes(self) -> int:
         """Device memory that is no part of the plan: set aside, left free, and tensors from before the first plan."""
         exchange_bytes = 0 if self.plan is None else self.exchange_bytes(self.plan)
-        return self._set_aside_bytes + self._fragment_bytes + self._left_free_bytes + exchange_bytes
+        left_bytes = self._fragment_bytes + self._upload_bytes + self._left_free_bytes
+        return self._set_aside_bytes + left_bytes + exchange_bytes
 
     def exchange_bytes(self, plan: Plan) -> int:
         """Return the device memory that is set aside for exchanging gradients as `plan` does."""
@@ -550,7 +563,7 @@ class Planner:
     def _is_served(self) -> bool:
         """Return whether the device's allocator can serve the plan without giving memory back in between."""
         costs = self.costs[0]
-        request = self.request(self.graph, self._group_size, left_free_bytes=self._left_free_bytes)
+        request = self.request(self.graph, self._group_size, left_free_bytes=self._left_free_bytes + self._upload_bytes)
         if not self._runtime.device.has_caching_allocator or not is_replayed(request, costs):
             return True
         self.choices = (replayed(self.choices[0], request, costs, self._least_fraction), *self.choices[1:])
@@ -597,7 +610,7 @@ class Planner:
         if self.plan is None or budget_bytes is None:
             return
         if self.plan.peak_bytes + self.beside_bytes + self.costs[0].working_bytes > budget_bytes:
-            self._runtime.device.fill_pool()
+            self._runtime.device.fill_pool(self._upload_bytes)
 
     # ---- what became of it
 

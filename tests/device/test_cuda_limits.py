@@ -135,10 +135,10 @@ def allocator(shares: dict[int, float], settings: list[str], monkeypatch: pytest
 def test_the_pool_is_filled_to_the_budget_but_for_three_segments(allocator: Allocator) -> None:
     device = CudaDevice(0, 500 * MIB)
     device.limit_process()
-    device.fill_pool()
+    device.fill_pool(0)
     assert 500 - 66 - 22 < allocator.reserved / MIB <= 500 - 66
     taken = len(allocator.requests)
-    device.fill_pool()
+    device.fill_pool(0)
     assert len(allocator.requests) == taken  # nothing is left to take
 
 
@@ -146,7 +146,7 @@ def test_the_pool_is_filled_as_far_as_the_device_has_memory(allocator: Allocator
     allocator.there = 200 * MIB
     device = CudaDevice(0, 500 * MIB)
     device.limit_process()
-    device.fill_pool()
+    device.fill_pool(0)
     assert allocator.reserved <= 200 * MIB
 
 
@@ -156,12 +156,12 @@ def test_no_pool_is_filled_without_a_budget_or_with_fixed_segments_or_for_logica
     without, logical = CudaDevice(0), CudaDevice(0, 250 * MIB, logical=2)
     for device in (without, logical):
         device.limit_process()
-        device.fill_pool()
+        device.fill_pool(0)
         device.unlimit_process()
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
     fixed = CudaDevice(0, 500 * MIB)
     fixed.limit_process()
-    fixed.fill_pool()
+    fixed.fill_pool(0)
     assert allocator.requests == []
 
 

@@ -35,7 +35,7 @@ class Fragmented(CpuDevice):
         self.working_bytes.append(working_bytes)
         return working_bytes // 2
 
-    def fill_pool(self) -> None:
+    def fill_pool(self, upload_bytes: int) -> None:
         self.fills += 1
 
 
