@@ -35,7 +35,9 @@ from harmony_ds.scheduler.plan import Plan
 
 STEPS = 3
 QUEUED = 1024
-"""Requests after which the device has passed what was issued before: CUDA queues about as many kernels, then the host waits."""
+"""After so many requests the device has passed what was issued before: CUDA queues about as many kernels, then the host
+waits.
+"""
 MOST_TIMES_REPLANNED = 4
 """The engine leaves at most an eighth of the budget free (harmony_ds/step/planner.py)."""
 WORKSPACES = (32 * MIB, 32 * MIB)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from benchmarks.allocator.case import STEPS, WORKSPACES, Case, Pools, Recording, answer, record, replay
-from benchmarks.allocator.events import Allocated, Event, Freed, StepBegun, TaskDone, Used
+from benchmarks.allocator.events import Allocated, Event, Freed, PoolFilled, StepBegun, TaskDone, Used
 from harmony_ds.device.base import Stream
 from harmony_ds.scheduler.caching_allocator import CachingAllocator
 from harmony_ds.scheduler.replay import Replay
@@ -50,6 +54,25 @@ def test_planning_replays_what_the_engine_allocates(harmony: dict[str, Any]) -> 
     assert allocator.stats.allocated_peak_bytes == pytest.approx(in_engine.allocated_peak_bytes, rel=0.03)
     assert allocator.stats.reserved_peak_bytes == pytest.approx(in_engine.reserved_peak_bytes, abs=20 * MIB)
     assert answer(case, found, Pools.ENGINE, expandable=True)["retries_a_step"] == 0
+
+
+class OfEmbeddings(Case):
+    """A case whose inputs are embeddings, which are larger than what layers make of them."""
+
+    def batches(self, vocabulary: int, chance: random.Random) -> Iterator[dict[str, Tensor]]:
+        for _ in range(self.accumulation):
+            embeddings = torch.zeros(self.rows, self.sequence, 256, dtype=torch.bfloat16)
+            yield {"inputs_embeds": embeddings, "labels": torch.zeros(self.rows, self.sequence, dtype=torch.long)}
+
+
+def test_large_inputs_have_room_beside_what_is_computed() -> None:
+    case = OfEmbeddings(MODEL, rows=48, accumulation=6, sequence=1024, cap_gib=1.9, harmony={"residency": "off"})
+    found = record(case)
+    answered = answer(case, found, Pools.ENGINE, expandable=True)
+    filled = next(event for event in found.events if isinstance(event, PoolFilled))
+    assert filled.upload_bytes >= 6 * 48 * 1024 * (2 * 256 + 8)
+    assert answered["retries_a_step"] == 0
+    assert answered["reserved_peak_bytes"] <= answered["budget_bytes"]
 
 
 def test_everything_but_what_stays_on_the_device_is_freed(recording: Recording) -> None:

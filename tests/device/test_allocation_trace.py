@@ -57,6 +57,18 @@ def test_only_one_type_of_device_is_recorded() -> None:
     assert events == [(1, 16)]
 
 
+def test_copies_of_host_tensors_are_uploads() -> None:
+    events: Pairs = []
+    trace = AllocationTrace("meta")
+    with trace, trace.recording(events):
+        inputs = torch.ones(4)
+        uploaded = inputs.to("meta")
+        also = torch.empty_like(inputs, device="meta").copy_(inputs)
+        computed = uploaded + also
+        assert trace.uploads == [*trace.numbers([uploaded, also])]
+    assert len(events) == 3 and computed.is_meta
+
+
 def test_what_a_kernel_takes_for_itself_ends_at_once() -> None:
     """The backward pass of an embedding of many indices, on a GPU."""
     events: Pairs = []

@@ -139,7 +139,15 @@ def test_the_pool_is_filled_to_the_budget_but_for_three_segments(allocator: Allo
     assert 500 - 66 - 22 < allocator.reserved / MIB <= 500 - 66
     taken = len(allocator.requests)
     device.fill_pool(0)
+    device.fill_pool(100 * MIB)
     assert len(allocator.requests) == taken  # nothing is left to take
+
+
+def test_what_inputs_take_is_left_to_their_pool(allocator: Allocator) -> None:
+    device = CudaDevice(0, 500 * MIB)
+    device.limit_process()
+    device.fill_pool(100 * MIB)
+    assert 400 - 66 - 22 < allocator.reserved / MIB <= 400 - 66
 
 
 def test_the_pool_is_filled_as_far_as_the_device_has_memory(allocator: Allocator) -> None:

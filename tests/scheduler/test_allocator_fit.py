@@ -12,7 +12,8 @@ from harmony_ds.config.harmony import HarmonySettings
 from harmony_ds.device.allocator_room import SEGMENT_BYTES
 from harmony_ds.errors import DoesNotFitError
 from harmony_ds.scheduler import allocator_fit
-from harmony_ds.scheduler.allocator_fit import Fitting, is_served, leaving, replayed, search_fitting
+from harmony_ds.scheduler.allocations import Allocations, Event
+from harmony_ds.scheduler.allocator_fit import Fitting, beside_uploads, is_served, leaving, replayed, search_fitting
 from harmony_ds.scheduler.choose import PlanRequest
 from harmony_ds.scheduler.plan import Plan, Policy
 from harmony_ds.scheduler.search import Choice
@@ -159,3 +160,13 @@ def test_what_is_left_is_beside_the_plan() -> None:
     less = leaving(REQUEST, 600)
     assert (less.budget_bytes, less.beside_bytes) == (BUDGET - 600, 600)
     assert leaving(less, -600) == REQUEST
+
+
+@pytest.mark.parametrize(("input_mib", "left_mib"), [(4, 0), (5, 25)])
+def test_inputs_of_all_micro_batches_have_room_where_they_exceed_their_pools_segment(
+    input_mib: int, left_mib: int
+) -> None:
+    request = replace(REQUEST, micro_batches=5)
+    assert beside_uploads(request, COSTS) == request  # nothing was recorded
+    allocations = Allocations(lead=(Event(1, input_mib * MIB), Event(1, 0), Event(2, 7)), uploads=(1,))
+    assert beside_uploads(request, replace(COSTS, allocations=allocations)) == leaving(request, left_mib * MIB)

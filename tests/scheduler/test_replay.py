@@ -182,3 +182,13 @@ def test_profiles_hold_what_is_allocated() -> None:
     allocations = COSTS.allocations
     assert allocations is not None
     assert Allocations.from_dict(json.loads(json.dumps(asdict(allocations)))) == allocations
+
+
+def test_inputs_take_nothing_of_the_pool_that_is_computed_with() -> None:
+    allocations = COSTS.allocations
+    assert allocations is not None and allocations.upload_bytes == 0
+    uploaded = replace(allocations, uploads=(0,))  # what `lead` allocates
+    assert uploaded.upload_bytes == 8 * KIB
+    requests = requests_of(plan_of(ON_DEVICE, micro_batches=1), replace(COSTS, allocations=uploaded))
+    assert requests["F0.0"] == [16, 8, -16]
+    assert requests["B0.0"] == [16, 8, -8, -4, 4, 2, -16, 3, -2, -4]
