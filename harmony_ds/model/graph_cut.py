@@ -12,9 +12,10 @@ they pass the inputs' gradients on to where those came from.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from types import FrameType
+from inspect import unwrap
+from types import CodeType, FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -61,7 +62,6 @@ with torch.inference_mode(False), torch.enable_grad():
     ANCHOR = torch.empty((), device="cpu", requires_grad=True)
 """An input of every `autograd.Function` of the engine: autograd takes its outputs to require gradients, whatever its other
 inputs are. It never gets one itself."""
-_AUTOGRAD_FUNCTION = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 _EXPLANATIONS = {
     "modified by an inplace operation": "a tensor that a micro-batch's backward pass needs was changed in place after its "
     "forward pass had used it: by the model, or by the forward pass of a later micro-batch of the step, which comes before "
@@ -99,12 +99,25 @@ def is_of_autograd_function(node: object) -> bool:
 
 def in_autograd_function() -> bool:
     """Return whether the forward of an `autograd.Function` runs on this thread."""
-    frame: FrameType | None = sys._getframe()
+    running = set()  # identities: equal code may be another function's
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code is _AUTOGRAD_FUNCTION:
-            return True
+        running.add(id(frame.f_code))
         frame = frame.f_back
+    todo: list[type[torch.autograd.Function]] = [torch.autograd.Function]  # whose `apply` may be C++, without a frame
+    while todo:
+        kind = todo.pop()
+        if id(_code_of(kind.forward)) in running or id(_code_of(kind.setup_context)) in running:
+            return True
+        todo += kind.__subclasses__()
     return False
+
+
+def _code_of(function: Callable[..., Any]) -> CodeType | None:
+    """Return the code of what is decorated: `torch.amp.custom_fwd` puts the same code around every forward."""
+    if hasattr(function, "__wrapped__"):
+        function = unwrap(function)
+    return getattr(function, "__code__", None)
 
 
 def targets_of(node: Node | None) -> Sequence[GradientTarget] | None:
