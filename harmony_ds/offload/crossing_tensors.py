@@ -94,7 +94,7 @@ class CrossingTensors:
 
     def swap_out(self, values: Iterable[CrossingMemory], holders: Iterable[GradientHolder]) -> CrossingOnHost:
         """Issue the copies to the host of `values`, and of the gradients of `holders`, which have none meanwhile."""
-        device, away = self._device, CrossingOnHost()
+        device, held = self._device, CrossingOnHost()
         # The copies are to read what compute has finished.
         device.wait(Stream.SWAP_OUT, device.record(Stream.COMPUTE))
         leaving: list[Tensor] = []
@@ -102,7 +102,7 @@ class CrossingTensors:
             entry, is_copied = self._stash.copy_for_crossing(value.whole)
             if is_copied:
                 leaving.append(value.whole.detach())
-            away.values.append((entry, [_Place.of(tensor) for tensor in (value.whole, *value.views)]))
+            held.values.append((entry, [_Place.of(tensor) for tensor in (value.whole, *value.views)]))
             for tensor in (value.whole, *value.views):
                 tensor.data = self._without_memory(tensor)
         for holder in holders:
@@ -111,12 +111,12 @@ class CrossingTensors:
                 continue
             on_host = _GradientOnHost(holder)
             on_host.buffer, on_host.host_tensor = self._stash.copy_out(on_host, gradient)
-            away.gradients.append(on_host)
+            held.gradients.append(on_host)
             leaving.append(gradient)
             holder.gradient = None
-        away.left = device.record(Stream.SWAP_OUT)
-        self._leaving[device.number] += [(away.left, tensor) for tensor in leaving]
-        return away
+        held.left = device.record(Stream.SWAP_OUT)
+        self._leaving[device.number] += [(held.left, tensor) for tensor in leaving]
+        return held
 
     def _without_memory(self, tensor: Tensor) -> Tensor:
         key = tensor.dtype, tensor.device
@@ -124,38 +124,38 @@ class CrossingTensors:
             self._empty[key] = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return self._empty[key]
 
-    def swap_in(self, away: CrossingOnHost) -> None:
+    def swap_in(self, held: CrossingOnHost) -> None:
         """Issue the copies back; `wait` waits for them."""
         device = self._device
-        hosts = [entry.host_tensor for entry, _ in away.values] + [one.host_tensor for one in away.gradients]
+        hosts = [entry.host_tensor for entry, _ in held.values] + [one.host_tensor for one in held.gradients]
         made = [torch.empty_like(host, device=device.torch_device) for host in hosts if host is not None]
         assert len(made) == len(hosts), "crossing tensors came back whose copy on the host was released"
         # The memory belongs to the compute stream, which may still use it for what had it before.
         device.wait(Stream.SWAP_IN, device.record(Stream.COMPUTE))
-        if away.left is not None:
+        if held.left is not None:
             # The host tensors are read only after the swap-out has written them.
-            device.wait(Stream.SWAP_IN, away.left)
+            device.wait(Stream.SWAP_IN, held.left)
         for host, tensor in zip(hosts, made, strict=True):
             assert host is not None
             with torch.no_grad(), device.on(Stream.SWAP_IN):
                 tensor.copy_(host, non_blocking=True)
             self._ledger.book_in(TrafficKind.ACTIVATIONS, tensor.nbytes)
-        away.arrived = device.record(Stream.SWAP_IN)
-        for tensor, (_, places) in zip(made, away.values, strict=False):
+        held.arrived = device.record(Stream.SWAP_IN)
+        for tensor, (_, places) in zip(made, held.values, strict=False):
             for place in places:
                 place.tensor.data = tensor.as_strided(place.shape, place.strides, place.offset)
-        for tensor, on_host in zip(made[len(away.values) :], away.gradients, strict=True):
+        for tensor, on_host in zip(made[len(held.values) :], held.gradients, strict=True):
             assert on_host.holder.gradient is None, "a gradient came while others of its tensor were on the host"
             on_host.holder.gradient = tensor
             assert on_host.buffer is not None
-            self._stash.release_buffer(on_host.buffer, away.arrived)
+            self._stash.release_buffer(on_host.buffer, held.arrived)
 
-    def wait(self, away: CrossingOnHost) -> None:
+    def wait(self, held: CrossingOnHost) -> None:
         """Let computing wait for what comes back; bring it back first if that has not been issued."""
-        if away.arrived is None:
-            self.swap_in(away)
-        assert away.arrived is not None
-        self._device.wait(Stream.COMPUTE, away.arrived)
+        if held.arrived is None:
+            self.swap_in(held)
+        assert held.arrived is not None
+        self._device.wait(Stream.COMPUTE, held.arrived)
 
     def free_leaving(self) -> None:
         """Free the device memory of what has left; to be called after the run under which the copies were issued."""

@@ -81,24 +81,24 @@ class JoinedCosts:
         rate = max((n / cost.forward_ms for n, cost in zip(work, costs, strict=True) if cost.forward_ms), default=0.0)
         return [n / rate if rate else float("inf") for n in work]
 
-    def joined_table(self, together: int) -> CostTable:
-        """Return the costs of `together` micro-batches as one."""
+    def joined_table(self, joined_count: int) -> CostTable:
+        """Return the costs of `joined_count` micro-batches as one."""
         single = self._single
-        calls = tuple(self._call(position, cost, together) for position, cost in enumerate(single.costs))
-        flow = replace(single.flow, nbytes=tuple(together * nbytes for nbytes in single.flow.nbytes))
-        crossing = tuple(replace(value, nbytes=together * value.nbytes) for value in single.crossing)
+        calls = tuple(self._call(position, cost, joined_count) for position, cost in enumerate(single.costs))
+        flow = replace(single.flow, nbytes=tuple(joined_count * nbytes for nbytes in single.flow.nbytes))
+        crossing = tuple(replace(value, nbytes=joined_count * value.nbytes) for value in single.crossing)
         grow = ("tail_bytes", "held_bytes", "held_and_stashed_bytes", "head_ms", "tail_ms")
-        grown = {name: together * getattr(single, name) for name in grow}
-        issue_share = single.issue_share / together
+        grown = {name: joined_count * getattr(single, name) for name in grow}
+        issue_share = single.issue_share / joined_count
         return replace(single, costs=calls, issue_share=issue_share, flow=flow, crossing=crossing, **grown)
 
-    def _call(self, position: int, cost: CallCost, together: int) -> CallCost:
+    def _call(self, position: int, cost: CallCost, joined_count: int) -> CallCost:
         weights, gradients = self._weights_ms[position], self._gradients_ms[position]
         work, issue_share = self._work_ms[position], self._single.issue_share
 
         def joined(ms: float, fixed_ms: float, passes: int) -> float:
             grows = min(max(ms - fixed_ms, 0.0), passes * work)
-            return max(issue_share * ms, min(fixed_ms, ms) + together * grows)
+            return max(issue_share * ms, min(fixed_ms, ms) + joined_count * grows)
 
         back = 2 * weights + gradients
         backward = cost.backward
@@ -106,16 +106,16 @@ class JoinedCosts:
         waiting = min(self._waiting_bytes[position], backward.peak_bytes)
         return replace(
             cost,
-            waiting=scale_bytes(cost.waiting, together),
-            stash=scale_bytes(cost.stash, together),
-            forward=scale_bytes(cost.forward, together),
+            waiting=scale_bytes(cost.waiting, joined_count),
+            stash=scale_bytes(cost.stash, joined_count),
+            forward=scale_bytes(cost.forward, joined_count),
             backward=replace(
                 backward,
-                peak_bytes=waiting + together * (backward.peak_bytes - waiting),
-                code_peak_bytes=together * backward.code_peak_bytes,
-                input_gradient_bytes=together * backward.input_gradient_bytes,
-                crossing_gradient_bytes=together * backward.crossing_gradient_bytes,
-                crossing_fused_bytes=together * backward.crossing_fused_bytes,
+                peak_bytes=waiting + joined_count * (backward.peak_bytes - waiting),
+                code_peak_bytes=joined_count * backward.code_peak_bytes,
+                input_gradient_bytes=joined_count * backward.input_gradient_bytes,
+                crossing_gradient_bytes=joined_count * backward.crossing_gradient_bytes,
+                crossing_fused_bytes=joined_count * backward.crossing_fused_bytes,
             ),
             forward_ms=joined(cost.forward_ms, weights, 1),
             backward_ms=joined(cost.backward_ms, back, 3),
@@ -145,25 +145,25 @@ def advise(now: Choice, rows: int, request: PlanRequest, joined: JoinedCosts) ->
     now_ms, group = now.prediction.step_ms, request.micro_batches
     single_ms = group * _compute_ms(joined.joined_table(1))
     found: list[Advice] = []
-    together = group
-    while together > 1:
-        costs, sets = joined.joined_table(together), -(-group // together)
+    joined_count = group
+    while joined_count > 1:
+        costs, sets = joined.joined_table(joined_count), -(-group // joined_count)
         # The swaps stay: no step is shorter by more than computing and issuing are.
         saved_ms = single_ms - sets * _compute_ms(costs) + now.prediction.busy_ms.get(HOST, 0.0) * (1 - sets / group)
         if now_ms - saved_ms <= _WORTH * now_ms:
-            for asked in _quick_requests(now, replace(request, micro_batches=sets), together, joined.machine):
+            for asked in _quick_requests(now, replace(request, micro_batches=sets), joined_count, joined.machine):
                 with suppress(DoesNotFitError):
                     (best,) = search(joined.graph, costs, joined.machine, joined.element, asked)
-                    found.append(Advice(together * rows, best.prediction.step_ms, now_ms))
-        together //= _FEWER
+                    found.append(Advice(joined_count * rows, best.prediction.step_ms, now_ms))
+        joined_count //= _FEWER
     best_of = min(found, key=lambda one: one.step_ms, default=None)
     return best_of if best_of is not None and best_of.step_ms <= _WORTH * now_ms else None
 
 
-def _quick_requests(now: Choice, request: PlanRequest, together: int, machine: Machine) -> Iterator[PlanRequest]:
+def _quick_requests(now: Choice, request: PlanRequest, joined_count: int, machine: Machine) -> Iterator[PlanRequest]:
     """Yield requests for equal packs, as large as those that run and smaller: each is searched in no time."""
     prefetch = request.policy.prefetch and machine.copies_overlap
-    policy = replace(request.policy, joined_count=together, prefetch=prefetch)
+    policy = replace(request.policy, joined_count=joined_count, prefetch=prefetch)
     most = -(-len(now.plan.calls) // len(now.plan.packing.backward))
     given = request.settings.pack_layers
     for size in [given] if given else sorted({most, -(-most // 2), -(-most // 4)}):

@@ -138,12 +138,13 @@ class Machine:
     def slower(self, other: Machine) -> Machine:
         """Return the machine that is in every respect as slow as the slower of the two."""
         costs = ("swap_ms", "update_ms", "update_bytes_per_element", "task_ms", "peer_ms", "peers_share_link")
-        apart = ("name", "device_bytes")
-        worst = {
-            f.name: (max if f.name in costs else min)(getattr(self, f.name), getattr(other, f.name))
-            for f in fields(Machine)
-            if f.name not in apart
-        }
+        worst: dict[str, Any] = {}
+        for one in fields(Machine):
+            values = getattr(self, one.name), getattr(other, one.name)
+            if one.name in costs:
+                worst[one.name] = max(values)
+            elif one.name not in ("name", "device_bytes"):
+                worst[one.name] = min(values)
         room = min((m.device_bytes for m in (self, other) if m.device_bytes is not None), default=None)
         return Machine(name=self.name, device_bytes=room, **worst)
 

@@ -45,27 +45,29 @@ class GroupPlans:
         self._planner.plan_for(len(micro_batches))
         runs = self._runs(micro_batches)
 
-        def in_sets(least: int) -> list[MicroBatch]:
-            made: list[MicroBatch] = []
-            for run in runs:
-                if len(run) >= least:
-                    made.append(JointMicroBatch.join(run, joins, self._runtime.random))
-                else:
-                    made += run
-            return made
-
-        chosen = next(
-            (sets for least in (2, joined_count, joined_count + 1) if self._fits(sets := in_sets(least))), None
-        )
-        if chosen is None:
+        for least in (2, joined_count, joined_count + 1):  # all sets; full ones; none
+            chosen = self._joined(runs, least)
+            if self._fits(chosen):
+                break
+        else:
             raise joins.refuse("the plan for sets of micro-batches has no room for single ones")
         world = self._runtime.world
         if world.size > 1 and self._runtime.device.count > 1:  # processes exchange packs in one order, a wave's
             counts = world.gather_values("join micro-batches", [micro_batch.count for micro_batch in chosen])
             if any(one != counts[0] for one in counts):
-                chosen = in_sets(joined_count + 1)
+                chosen = self._joined(runs, joined_count + 1)
                 self._fits(chosen)
         return chosen
+
+    def _joined(self, runs: list[list[MicroBatch]], least: int) -> list[MicroBatch]:
+        """Return the micro-batches of `runs`, those of a run of `least` or more as one."""
+        micro_batches: list[MicroBatch] = []
+        for run in runs:
+            if len(run) >= least:
+                micro_batches.append(JointMicroBatch.join(run, self._runtime.joins, self._runtime.random))
+            else:
+                micro_batches += run
+        return micro_batches
 
     def _runs(self, micro_batches: Sequence[MicroBatch]) -> list[list[MicroBatch]]:
         joined_count = self._planner.joined_count
@@ -108,7 +110,7 @@ class GroupPlans:
             if not self._runtime.world.any("make room", not fits):
                 return
             peak_bytes = max(group.device_peaks)
-            apart = self._of_group(compose_step, micro_batches, False, policy, shares=False)
+            apart = self._of_group(compose_step, micro_batches, False, policy, with_shared_losses=False)
             more = peak_bytes - max(apart.device_peaks)
             self._planner.make_room(self._runtime.world.max("make room", more))
         raise DoesNotFitError(
@@ -162,13 +164,17 @@ class GroupPlans:
         micro_batches: Sequence[MicroBatch],
         has_unlayered: bool,
         policy: Policy,
-        shares: bool = True,
+        with_shared_losses: bool = True,
     ) -> Plan:
-        """Return the plan of a group; not `shares`: as if each of its micro-batches had a loss of its own."""
+        """Return the plan of a group; not `with_shared_losses`: as if each of its micro-batches had
+        its own.
+        """
         fresh, forwarded = (tuple(m.index for m in micro_batches if m.forwarded is ran) for ran in (False, True))
-        together = [members for members in _by_loss(micro_batches) if shares and len(members) > 1]
-        shared_losses = tuple(tuple(member.index for member in members) for members in together)
-        group = Group(fresh, forwarded, has_unlayered, shared_losses)
+        shared_losses: list[tuple[int, ...]] = []
+        if with_shared_losses:
+            of_several = [members for members in _by_loss(micro_batches) if len(members) > 1]
+            shared_losses = [tuple(member.index for member in members) for members in of_several]
+        group = Group(fresh, forwarded, has_unlayered, tuple(shared_losses))
         joint = frozenset(m.index for m in micro_batches if m.count > 1)
         if self._planner.plan is not self._in_force:
             self._in_force = self._planner.plan

@@ -271,7 +271,8 @@ class PendingTensor(torch.Tensor):
         kwargs = kwargs or {}
         name = name_of(func)
         if name in _METADATA:
-            next(iter((*args, *kwargs.values()))).node.shape_was_read |= name in _SHAPE
+            if name in _SHAPE:
+                (args[0] if args else next(iter(kwargs.values()))).node.shape_was_read = True
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if name in _LIKE and args and isinstance(args[0], PendingTensor):
@@ -282,8 +283,9 @@ class PendingTensor(torch.Tensor):
                 "torch.autograd.grad of what an engine computes, outside autograd's graph: call engine.backward(loss) and "
                 "read .grad, of parameters or inputs. For a penalty on gradients engine.module(...) computes at once."
             )
-        waits = kwargs.get("out") is None and not kwargs.get("inplace")
-        later = (_defer if name in _LAZY else _defer_write)(name, func, args, kwargs) if waits else None
+        later = None
+        if kwargs.get("out") is None and not kwargs.get("inplace"):
+            later = _defer(name, func, args, kwargs) if name in _LAZY else _defer_write(name, args, kwargs)
         return _compute_now(func, args, kwargs) if later is None else later
 
     @classmethod
@@ -311,14 +313,14 @@ def _compute_now(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     return next((one for one in pending if one.node.value is made), made)  # what is written in place stays what it was
 
 
-def _defer_write(name: str, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PendingTensor | None:
+def _defer_write(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PendingTensor | None:
     """Let the first operand be what it is after `name`; None: now, since another tensor may share its memory."""
     if name[:-1] not in _LAZY or not args or not isinstance(args[0], PendingTensor):
         return None
     tensor, node = args[0], args[0].node
     held = {one for source in node.sources for one in source.nodes if one.owner() is not None} - {node}
-    shares = bool(node.shape and node.read is not None) or any(one.memory is node.memory for one in held)
-    later = None if shares else _defer(name[:-1], getattr(Tensor, name[:-1]), args, kwargs)
+    may_be_aliased = bool(node.shape and node.read is not None) or any(one.memory is node.memory for one in held)
+    later = None if may_be_aliased else _defer(name[:-1], getattr(Tensor, name[:-1]), args, kwargs)
     made = later.node if isinstance(later, PendingTensor) else node
     alike = (made.shape, made.dtype) == (node.shape, node.dtype) and made.requires_grad >= tensor.requires_grad
     if made is node or not alike:
@@ -344,8 +346,10 @@ def _defer(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     grad = torch.is_grad_enabled()
     elsewhere = [other for other in others if other.requires_grad and _leads_elsewhere(other)]
     joins_other_graphs = any(map(_reaches_layers, elsewhere))
-    for source in [source for node in nodes for source in node.sources if joins_other_graphs]:
-        source.joins_other_graphs = True
+    if joins_other_graphs:
+        for node in nodes:
+            for source in node.sources:
+                source.joins_other_graphs = True
     if joins_other_graphs and not all(node.is_available for node in nodes):
         raise BatchError(
             "a loss is made of outputs that have not been computed, and of a tensor that an earlier forward pass has left "

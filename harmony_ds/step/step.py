@@ -636,9 +636,11 @@ class Step:
 
         After the first part of a step each loss runs by itself, so that it can run again without the others.
         """
-        groups: list[Any] = [wanted] if wanted else []
+        groups: list[Any] = []
         if self.has_accumulated:
             groups = [loss.members for loss in _losses_of(wanted)]
+        elif wanted:
+            groups = [wanted]
         for group in groups:
             yield Run(
                 kind,

@@ -78,8 +78,9 @@ def _refuse(*arguments: Any) -> None:
 def check_dropped(names: set[str]) -> None:
     """Raise UnsupportedError for used gradients that plain PyTorch would add to now, or use again."""
     if names:
-        others = len(names) - 1
-        named = f"{min(names)}{f' and {others} other parameters' * bool(others)}"
+        named = min(names)
+        if len(names) > 1:
+            named += f" and {len(names) - 1} other parameters"
         raise UnsupportedError(
             f"a backward pass or a step comes to {named} whose gradient the last optimizer.step() has "
             "used and no zero_grad() has dropped: plain PyTorch would add to it, and the engine has used it up. Call "
