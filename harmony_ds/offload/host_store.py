@@ -118,16 +118,11 @@ class HostStore:
                 freed_bytes += self.packed[name].move_to(place.view(slab))
                 continue
             parameter = self.parameters[name]
-            with torch.no_grad():
-                if parameter.requires_grad:
-                    self.masters[name] = self._master(name, parameter)
-                    if self.split is not None:
-                        self.split.add(name, view)
-                if self._world.is_local_first:
-                    view.copy_(parameter)
-                    if self.split is not None and parameter.requires_grad:
-                        self.split.write(name, parameter, everywhere=True)
-                    filled[place.start + view.numel() : place.end].zero_()
+            if parameter.requires_grad:
+                self._make_master(name, parameter, view)
+            if self._world.is_local_first:
+                self._fill(name, parameter, view)
+                filled[place.start + view.numel() : place.end].zero_()
             before = parameter.data
             parameter.data = place.view(slab)
             freed_bytes += before.numel() * before.element_size()
@@ -151,17 +146,28 @@ class HostStore:
                 places[name] = ByteRegion(places[name].start, places[name].end, nbytes)
         return places, end
 
-    def _master(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
+    @torch.no_grad()
+    def _make_master(self, name: str, parameter: nn.Parameter, weight: Tensor) -> None:
+        """Make the master of a parameter, whose weight is to be in the memory `weight`; fill it if it is a tensor apart."""
+        if self.split is not None:
+            self.split.add(name, weight)
         if self.dtype == self.master_dtype or self.split is not None:
-            return parameter
-        master = (
-            self._world.host_empty_like(parameter, self.master_dtype)
-            if self.disk is None
-            else self.disk.add(name, parameter.shape)
-        )
+            self.masters[name] = parameter
+            return
+        if self.disk is None:
+            master = self._world.host_empty_like(parameter, self.master_dtype)
+        else:
+            master = self.disk.add(name, parameter.shape)
         if self._world.is_local_first:
             master.copy_(parameter.detach())
-        return nn.Parameter(master, requires_grad=True)
+        self.masters[name] = nn.Parameter(master, requires_grad=True)
+
+    @torch.no_grad()
+    def _fill(self, name: str, parameter: nn.Parameter, weight: Tensor) -> None:
+        """Copy a parameter's values to the memory of its weight, and to that of a split master."""
+        weight.copy_(parameter)
+        if self.split is not None and parameter.requires_grad:
+            self.split.write(name, parameter, everywhere=True)
 
     def tensors(self) -> list[Tensor]:
         """Return all memory of weights and masters."""

@@ -322,8 +322,9 @@ def find_packed_buffers(model: nn.Module, layers: Iterable[nn.Module]) -> dict[s
             is_plain = type(buffer) is Tensor and buffer.layout is torch.strided and not buffer.requires_grad
             if is_plain and buffer is not None and places[id(buffer)] == 1:
                 own[key] = buffer
-        is_weight = any(map(_are_codes, own.values())) or any(map(is_quantized, _own_parameters(module)))
-        for key, buffer in own.items() if is_weight else ():
+        if not any(map(_are_codes, own.values())) and not any(map(is_quantized, _own_parameters(module))):
+            continue
+        for key, buffer in own.items():
             found[f"{names[module]}.{key}".removeprefix(".")] = OwnedBuffer(buffer, module, key)
     return found
 

@@ -334,28 +334,16 @@ def _defer(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     """Return what `func` will return; None if it cannot wait: an operand leads gradients elsewhere, values decide, or an
     `autograd.Function` is at work, which returns real tensors.
     """
-    if name == "__getitem__":  # a mask does not show how many places it has; torch looks for them, too
-        index = args[1] if isinstance(args[1], tuple) else (args[1],)
-        masks = [type(one) is Tensor and one.dtype is torch.bool and one.ndim > 0 for one in index]
-        places = [one.nonzero(as_tuple=True) if is_mask else (one,) for one, is_mask in zip(index, masks, strict=True)]
-        args = args[0], tuple(itertools.chain(*places))
+    if name == "__getitem__":
+        args = args[0], _index_without_masks(args[1])
     leaves, spec = tree_flatten((args, kwargs))
     operands = [_copied_operand(leaf) for leaf in leaves]
     nodes = [one for one in operands if isinstance(one, Node)]
     others = [one for one in operands if isinstance(one, Tensor)]
     grad = torch.is_grad_enabled()
     elsewhere = [other for other in others if other.requires_grad and _leads_elsewhere(other)]
-    joins_other_graphs = any(map(_reaches_layers, elsewhere))
-    if joins_other_graphs:
-        for node in nodes:
-            for source in node.sources:
-                source.joins_other_graphs = True
-    if joins_other_graphs and not all(node.is_available for node in nodes):
-        raise BatchError(
-            "a loss is made of outputs that have not been computed, and of a tensor that an earlier forward pass has left "
-            "elsewhere (an attribute of a module, or what a hook has kept). Let the model return that tensor; or read a "
-            "value of the outputs first (loss.item()): then forward has run, and has left the one of this call."
-        )
+    if any(map(_reaches_layers, elsewhere)):
+        _note_other_graphs(nodes)
     if not nodes or elsewhere or (not grad and in_autograd_function()):
         return None
     autocast = Autocast.current(nodes[0].device.type)
@@ -369,27 +357,69 @@ def _defer(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     if isinstance(like, (tuple, list)) and len(like) <= _MOST_PARTS:
         for node in nodes:  # their shapes say how many parts there are
             node.shape_was_read = True
-        parts = []
-        for place in range(len(like)):  # `func` runs once for each of its results
-            part = _defer(name, functools.partial(_part, func, place), args, kwargs)
-            if part is None:
-                return None
-            parts.append(part)
-        return type(like)(parts)
+        return _defer_parts(name, func, args, kwargs, like)
     if not isinstance(like, Tensor):
         return None
     loses_gradient = not like.requires_grad and name != "detach" and any(node.requires_grad for node in nodes)
     if loses_gradient and any(source.evaluates for node in nodes for source in node.sources):
         return None  # predictions of an evaluation without no_grad, which may be read when its engine is gone
     sources = tuple(dict.fromkeys(source for one in nodes for source in one.sources))
-    scales = name in ("mul", "div") and len(nodes) == 1 and operands[0] is nodes[0]
-    adds = (scales or name in _ADDITIVE) and all(one.is_separable for one in nodes)
     made = Node(sources, like.shape, like.dtype, like.device, like.requires_grad, function=function, operands=operands)
-    made.is_separable = len(sources) == 1 or (adds and not any(other.requires_grad for other in others))
+    made.is_separable = len(sources) == 1 or _adds_parts(name, operands, nodes, others)
     divided_by = operands[-1:] if name == "div" and not others else ()
     made.divisors = frozenset(divided_by).union(*(one.divisors for one in nodes))
-    made.memory = nodes[0].memory if name in _VIEWS else made.memory
+    if name in _VIEWS:
+        made.memory = nodes[0].memory
     return PendingTensor(made)
+
+
+def _index_without_masks(index: Any) -> tuple[Any, ...]:
+    """Return an index with the places that its masks have: a mask does not show how many there are."""
+    found: list[Any] = []
+    for one in index if isinstance(index, tuple) else (index,):
+        if type(one) is Tensor and one.dtype is torch.bool and one.ndim > 0:
+            found += one.nonzero(as_tuple=True)  # as torch does, too
+        else:
+            found.append(one)
+    return tuple(found)
+
+
+def _note_other_graphs(nodes: Sequence[Node]) -> None:
+    """Note that the program joins to `nodes` a tensor with a graph of layers, which it was not given as an output.
+
+    Raises:
+        BatchError: some of `nodes` are not computed, so that the tensor may be of another forward pass.
+    """
+    for node in nodes:
+        for source in node.sources:
+            source.joins_other_graphs = True
+    if not all(node.is_available for node in nodes):
+        raise BatchError(
+            "a loss is made of outputs that have not been computed, and of a tensor that an earlier forward pass has left "
+            "elsewhere (an attribute of a module, or what a hook has kept). Let the model return that tensor; or read a "
+            "value of the outputs first (loss.item()): then forward has run, and has left the one of this call."
+        )
+
+
+def _defer_parts(
+    name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], like: Sequence[Any]
+) -> Any:
+    """Return the several results of `func`, which runs once for each; None: one cannot wait. `like`: stand-ins of them."""
+    parts = []
+    for place in range(len(like)):
+        part = _defer(name, functools.partial(_part, func, place), args, kwargs)
+        if part is None:
+            return None
+        parts.append(part)
+    return type(like)(parts)  # type: ignore[call-arg]
+
+
+def _adds_parts(name: str, operands: Sequence[Any], nodes: Sequence[Node], others: Sequence[Tensor]) -> bool:
+    """Return whether the gradient of each micro-batch's part of the result is known without the other micro-batches."""
+    if any(other.requires_grad for other in others) or not all(node.is_separable for node in nodes):
+        return False
+    scales = name in ("mul", "div") and len(nodes) == 1 and operands[0] is nodes[0]
+    return scales or name in _ADDITIVE
 
 
 def _part(func: Callable[..., Any], place: int, *args: Any, **kwargs: Any) -> Any:

@@ -141,7 +141,7 @@ def keep_values(outputs: Mapping[Any, Any], values: Mapping[Node, Tensor]) -> No
     # Where the program has something much smaller than the outputs (losses of rows, predictions), that is kept, not they.
     most_numel = max((tensor.numel() // 8 for tensor in tensors_in(list(outputs.values()))), default=0)
 
-    def is_kept(node: Node) -> bool:
+    def keep_if_small(node: Node) -> bool:
         is_own = all(source in outputs for source in node.sources)
         if node.value is None and is_own and node.shape.numel() <= max(1, most_numel):
             node.value = _copy_to_keep(node.sources[0], evaluation.value_of(node))
@@ -151,7 +151,7 @@ def keep_values(outputs: Mapping[Any, Any], values: Mapping[Node, Tensor]) -> No
     for held in sorted(nodes, key=lambda node: node.number):
         # What the model's last layer gives in tiles of tokens cannot be computed with other weights: who reads it is told.
         with suppress(HeadClosedError):
-            for node in held.dependencies(is_kept):
+            for node in held.dependencies(keep_if_small):
                 if node.read is not None and node.sources[0] in outputs:
                     node.value = _copy_to_keep(node.sources[0], node.read(outputs[node.sources[0]]))
 
