@@ -10,11 +10,12 @@ import ctypes
 import fcntl
 import logging
 import os
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import ninja
 import torch
@@ -23,6 +24,7 @@ from torch.utils import cpp_extension
 
 from harmony_ds.config.hints import check_params
 from harmony_ds.config.optimizers import OPTIMIZERS, Native, OptimizerRow, of_class
+from harmony_ds.config.status_log import say
 from harmony_ds.errors import OptimizerError
 
 _logger = logging.getLogger(__name__)
@@ -37,7 +39,7 @@ def native_of(optimizer: torch.optim.Optimizer) -> OptimizerRow | None:
 
 
 def make_native(name: str, parameter_groups: Any, options: dict[str, Any]) -> torch.optim.Optimizer:
-    """Make DeepSpeed's optimizer `name`, compiled if need be (minutes, once per machine), or raise OptimizerError."""
+    """Make DeepSpeed's optimizer `name`, compiled if need be (about a minute), or raise OptimizerError."""
     native = next(row.native for row in OPTIMIZERS if row.native is not None and row.native.cls == name)
     cls = getattr(import_module(f"deepspeed.ops.{native.kind}"), name)
     check_params("optimizer.params", cls, options)
@@ -53,17 +55,22 @@ def make_native(name: str, parameter_groups: Any, options: dict[str, Any]) -> to
 def compiling(extension: str) -> Iterator[None]:
     """Hold a lock while `extension` is loaded, and compiled if need be, by the ninja that is installed beside this Python.
 
-    torch's own lock is a file. Where its process was killed, the file is removed here: torch would wait for it for ever.
+    It is logged before this process compiles, or waits for another one that does. torch's own lock is a file. Where its
+    process was killed, the file is removed here: torch would wait for it for ever.
     """
     folder = Path(cpp_extension._get_build_directory(extension, verbose=False)).resolve()
     lock = folder / "lock"
-    with (folder / "harmony_ds.lock").open("w") as ours:
+    with (folder / "harmony_ds.lock").open("a+") as ours:
         with suppress(OSError):  # there are file systems without flock: torch's lock stays
-            fcntl.flock(ours, fcntl.LOCK_EX)  # holds for all servers that share the folder, and ends with its process
+            _wait_for(ours, extension)
             files = (file for process in process_iter(["open_files"]) for file in process.info["open_files"] or ())
-            if lock.exists() and str(lock) not in (file.path for file in files):
+            if lock.exists() and str(lock) in (file.path for file in files):
+                say(f"waiting for another process that compiles {extension} ({lock})")
+            elif lock.exists():
                 _logger.warning("removing %s, which a process that was killed has left", lock)
                 lock.unlink()
+        if not _is_compiled(extension, folder):
+            say(f"compiling {extension} into {folder}: about a minute, once for this folder and version of torch")
         # Python's environment may not be activated; and what another ninja has compiled, ninja compiles again.
         path = os.environ.get("PATH", os.defpath)
         os.environ["PATH"] = os.pathsep.join(filter(None, (ninja.BIN_DIR, path)))
@@ -71,6 +78,28 @@ def compiling(extension: str) -> Iterator[None]:
             yield
         finally:
             os.environ["PATH"] = path
+
+
+def _wait_for(ours: TextIO, extension: str) -> None:
+    """Lock `ours`, for all servers that share the file, until its process ends; write the process into it."""
+    try:
+        fcntl.flock(ours, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        ours.seek(0)
+        say(f"waiting for {ours.read() or 'another process'}, which loads or compiles {extension}")
+        fcntl.flock(ours, fcntl.LOCK_EX)
+    ours.truncate(0)
+    ours.write(f"process {os.getpid()} of {socket.gethostname()}")
+    ours.flush()
+
+
+def _is_compiled(extension: str, folder: Path) -> bool:
+    """Return whether ninja will find `extension` compiled for this torch, or DeepSpeed was installed with it."""
+    from deepspeed.git_version_info import installed_ops
+
+    build = folder / "build.ninja"
+    is_built = (folder / f"{extension}.so").exists() and build.exists()
+    return bool(installed_ops.get(extension)) or (is_built and str(Path(torch.__file__).parent) in build.read_text())
 
 
 def gil_free_op(optimizer: torch.optim.Optimizer) -> tuple[str, object]:

@@ -1,7 +1,7 @@
 """What the engine says of itself while it measures a model and searches for a plan, and when its first step is done.
 
-It is said once for each engine, by the logger `harmony_ds.status`. If the program handles no logs of ours, the lines go to
-standard error. In a terminal, a line that is overwritten counts layer calls meanwhile, if rich is installed.
+It is said once for each engine (see `config/status_log.py`). In a terminal, a line that is overwritten counts layer calls
+meanwhile, if rich is installed.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
+from harmony_ds.config.status_log import STATUS, say
 from harmony_ds.model.intercept import Request
 from harmony_ds.runtime.streaming import LayerCallObserver
 from harmony_ds.scheduler.grid import amount, counted, duration
 from harmony_ds.scheduler.search import Choice
 
-_logger = logging.getLogger("harmony_ds.status")
 _LINE_EVERY_S = 10.0
 _SHOWN_EVERY_S = 0.5
 
@@ -117,18 +117,13 @@ class Progress(LayerCallObserver):
             self._say(text)
 
     def _say(self, text: str) -> None:
-        if not self._is_on:
-            return
-        # A level that the program or the ds_config's "log_level" has set for all of our loggers is theirs.
-        _logger.setLevel(logging.INFO if logging.getLogger("harmony_ds").level == logging.NOTSET else logging.NOTSET)
-        if not _logger.handlers:
-            _logger.addHandler(_UnhandledToStderr())
-        _logger.info("%s", text)
+        if self._is_on:
+            say(text)
 
     @contextmanager
     def _line(self) -> Iterator[None]:
         """Show a line that is overwritten as layer calls are counted, in a terminal, with rich."""
-        shows = self._is_on and self._live is None and sys.stderr.isatty() and _logger.isEnabledFor(logging.INFO)
+        shows = self._is_on and self._live is None and sys.stderr.isatty() and STATUS.isEnabledFor(logging.INFO)
         if not shows or find_spec("rich") is None:
             yield
             return
@@ -142,16 +137,3 @@ class Progress(LayerCallObserver):
                 yield
             finally:
                 self._live = None
-
-
-class _UnhandledToStderr(logging.Handler):
-    """Writes what no other handler of the program gets to standard error."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        logger: logging.Logger | None = logging.getLogger(record.name)
-        while logger is not None:
-            if any(handler is not self for handler in logger.handlers):
-                return
-            logger = logger.parent if logger.propagate else None
-        sys.stderr.write(f"[harmony_ds] {record.getMessage()}\n")
-        sys.stderr.flush()

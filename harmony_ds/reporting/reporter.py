@@ -104,5 +104,8 @@ class Reporter:
 
     def _last_step(self, why: str) -> tuple[Plan, MeasuredStep]:
         if self._record.last is None or self._planner.plan is None:
-            raise RuntimeError(f"there has been no optimizer step yet over what engine(...) was called with: {why}.")
+            raise RuntimeError(
+                f"no optimizer step has trained on a loss of engine(...) yet (calls of the model itself do not count), and "
+                f"{why}."
+            )
         return self._planner.plan, self._record.last

@@ -21,22 +21,28 @@ NOTHING_PROPAGATED = (
     "engine.step() at a boundary updates nothing: of none of the step's micro-batches a loss was propagated back from. "
     "Call engine.backward(loss) for each of them before step()."
 )
+PAST_THE_ENGINE = (
+    "a step updates weights from gradients that the program's own backward passes have left, and from none of engine(...): "
+    "where a loop calls model(...) instead of engine(...), the model runs on the host, where its weights are, and "
+    "loss.backward() does not divide gradients by gradient_accumulation_steps. Call engine(...), and engine.backward(loss)."
+)
 DROPPED = (
     "zero_grad() within a step drops the gradients of its micro-batches so far, as in plain PyTorch. If they are meant to "
     "add up, which they go on to do in DeepSpeed's ZeRO-2, leave it out: engine.step() drops them at each boundary."
 )
 SKIPPED = (
-    "optimizer step %d was skipped: its gradients hold inf or NaN, so its loss was not finite, or overflowed on its way "
-    "back. Check the data, the learning rate and gradient_clipping. Said once: engine.skipped_steps counts them."
+    "optimizer step %d was skipped, and no weight has changed: its gradients hold inf or NaN. Either a loss was not "
+    "finite, or its gradients overflowed: check the data, the learning rate and gradient_clipping. Said once: "
+    "engine.skipped_steps counts them."
 )
 SKIPPED_AT_SCALE = (
     "optimizer step %d was skipped: its gradients hold inf or NaN. With a dynamic loss scale that is how the scale is "
     "found; steps that go on being skipped mean a loss that is not finite. Said once: engine.skipped_steps counts them."
 )
 NOT_FINITE = (
-    "the gradients of optimizer step %d are not finite (norm %s), so its loss was not, or overflowed on its way back, and "
-    "the weights have taken that: go back to a checkpoint, and check the data, the learning rate and gradient_clipping. "
-    "Said once."
+    "the gradients of optimizer step %d hold inf or NaN (norm %s). Either a loss was not finite, or its gradients "
+    "overflowed. The weights were updated from them, so they hold NaN now: load a checkpoint from before that step, and "
+    "check the data, the learning rate and gradient_clipping. Said once."
 )
 _logger = logging.getLogger("harmony_ds")
 

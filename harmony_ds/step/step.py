@@ -39,6 +39,7 @@ from harmony_ds.step.one_time_warnings import (
     EARLY_READ,
     NOT_FINITE,
     NOTHING_PROPAGATED,
+    PAST_THE_ENGINE,
     SKIPPED,
     SKIPPED_AT_SCALE,
 )
@@ -81,6 +82,7 @@ class Step:
         self._called = 0  # micro-batches, without those that have failed since
         self._checked_modes: object = None  # modes in which only what is trained requires a gradient
         self._backward_pass: str | None = None  # the program's last
+        self._took_computed_loss = False  # `engine.backward` got a loss of the model's own call
         # What the engine does now. Each may be true without the other: the model also runs for a loss that is read, and
         # while the step is taken, losses of real outputs are propagated through between two runs.
         self._is_running = False  # the model's code, in a run or to measure it
@@ -345,6 +347,7 @@ class Step:
 
     def note_backward_from_real(self) -> None:
         """Note that the program propagates back from a tensor that was computed, of whatever."""
+        self._took_computed_loss = True
         for pending in self.micro_batches:
             pending.uses_non_outputs = True
 
@@ -479,8 +482,8 @@ class Step:
                 if self.has_accumulated or context.steps_whole:
                     kind, norm_options = RunKind.PART, norm_options or NormOptions()
                 wanted = self._prepare(hyper, is_boundary=True)
-                if not (wanted or self.has_accumulated or self._has_gradients_by_hand()) and count:
-                    context.warnings.warn(NOTHING_PROPAGATED)
+                if not (wanted or self.has_accumulated):
+                    self._warn_of_no_loss(count, by_engine=schedule is not None)
                 for run in self._runs(kind, wanted, hyper, norm_options):
                     with self._divided(run):
                         self.execute(run)
@@ -488,6 +491,18 @@ class Step:
                 self._run_updates(wanted, hyper, norm_options)
         context.record.finish_step(count)
         self._end()
+
+    def _warn_of_no_loss(self, count: int, by_engine: bool) -> None:
+        """Warn where the program has hardly meant a step over none of the `count` micro-batches that it called.
+
+        Args:
+            by_engine: it called `engine.step()`, not `optimizer.step()`, which it may do for gradients of its own.
+        """
+        by_hand, warnings = self._has_gradients_by_hand(), self.context.warnings
+        if count and not by_hand:
+            warnings.warn(NOTHING_PROPAGATED)
+        elif by_engine and not count and by_hand and not self._took_computed_loss:
+            warnings.warn(PAST_THE_ENGINE)
 
     def _check_before_update(self, clips: bool) -> tuple[Hyper, NormOptions | None]:
         """Return what updates depend on; take over the user's edits, and refuse what cannot be updated from."""

@@ -443,3 +443,28 @@ def test_a_step_without_a_backward_pass_warns_that_it_updates_nothing() -> None:
         with pytest.warns(RuntimeWarning, match="updates nothing"):
             engine.step()
         assert_same(weights_of(model), before, bitwise=True)
+
+
+def test_a_loop_that_calls_the_model_instead_of_the_engine_is_warned_once() -> None:
+    model = net()
+    with engine_for(model, adamw, config_of(2, None)) as engine:
+        model(*batch(0)).backward()
+        engine.step()
+        model(*batch(1)).backward()
+        with pytest.warns(RuntimeWarning, match=r"calls model\(\.\.\.\) instead of engine\(\.\.\.\)"):
+            engine.step()
+        for index in range(2):
+            model(*batch(index)).backward()
+            engine.step()
+        assert engine.global_steps == 2
+        with pytest.raises(RuntimeError, match="no optimizer step has trained on a loss of engine"):
+            engine.swap_report()
+
+
+def test_losses_of_the_model_that_the_engine_propagates_back_from_are_not_warned_of() -> None:
+    model = net()
+    with engine_for(model, adamw, config_of(2, None)) as engine:
+        for index in range(2):
+            engine.backward(engine.module(*batch(index)))
+            engine.step()
+        assert engine.global_steps == 1

@@ -121,7 +121,9 @@ def test_gradients_that_are_not_finite_are_told_of_once(clip: float, caplog: pyt
         engine.finish_updates()
     told = [record.getMessage() for record in caplog.records if "not finite" in record.getMessage()]
     assert len(told) == 1
-    assert told[0].startswith("the gradients of optimizer step 2 are not finite (norm nan)")
+    assert told[0].startswith(
+        "the gradients of optimizer step 2 hold inf or NaN (norm nan). Either a loss was not finite"
+    )
 
 
 def test_skipped_steps_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import socket
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -67,6 +68,40 @@ def test_one_process_compiles_at_a_time(tmp_path: Path, monkeypatch: pytest.Monk
         fcntl.flock(another, fcntl.LOCK_EX | fcntl.LOCK_NB)
     with (tmp_path / "op" / "harmony_ds.lock").open() as another:
         fcntl.flock(another, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_it_is_logged_before_another_process_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    waits = []
+
+    def flock_while_another_holds_it(file: object, operation: int) -> None:
+        if operation & fcntl.LOCK_NB:
+            raise BlockingIOError
+        waits.append(caplog.messages[-1])
+
+    with compiling("op"):
+        pass
+    monkeypatch.setattr(fcntl, "flock", flock_while_another_holds_it)
+    with compiling("op"):
+        assert waits == [f"waiting for process {os.getpid()} of {socket.gethostname()}, which loads or compiles op"]
+
+
+@pytest.mark.parametrize("built_for", [None, "/another/torch", str(Path(torch.__file__).parent)])
+def test_it_is_logged_before_something_is_compiled(
+    built_for: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    folder = tmp_path / "op"
+    if built_for is not None:
+        folder.mkdir()
+        (folder / "op.so").touch()
+        (folder / "build.ninja").write_text(f"cflags = -isystem {built_for}/include")
+    with compiling("op"):
+        said = f"compiling op into {folder}: about a minute, once for this folder and version of torch"
+        is_for_this_torch = built_for == str(Path(torch.__file__).parent)
+        assert caplog.messages == ([] if is_for_this_torch else [said])
 
 
 def test_the_ninja_beside_python_compiles_where_the_environment_is_not_activated(
