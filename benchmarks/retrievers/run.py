@@ -1,13 +1,21 @@
 """What do in-batch negatives take of the device, and how close are their weights? Under small budgets, without a setting.
 
-    python -m benchmarks.retrievers.run
+    python -m benchmarks.retrievers.run [--rows 192 2048] [--write]
 
-An encoder is trained with a loss over all rows of a micro-batch, under parts of the least memory with which whole rows run.
-Writes benchmarks/results/retrievers.json.
+An encoder is trained with a loss over all rows of a micro-batch. Budgets hold a part of a layer call of all rows:
+
+    least       device bytes of the smallest plan whose layer calls take all rows (each call a pack, all else on the host)
+    weights     of one encoder layer: its weights, the sums of their gradients, and those of one slice
+    call        least - weights: what a layer call of all rows takes, forward and backward, and what waits beside it
+    budget      share x call + weights
+
+Of two passes, the call is that of one of them.
+`--write` writes benchmarks/results/retrievers.json, from which docs/retrievers.md has its table.
 """
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from typing import Any
 
@@ -17,11 +25,11 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertModel
 
 import harmony_ds
-from benchmarks.common import GIB, quiet, write_results
+from benchmarks.common import GIB, MIB, quiet, write_results
 from harmony_ds import DoesNotFitError
 
 ROWS, TOKENS, WIDTH, VOCABULARY, STEPS = (192, 2048), 32, 64, 512, 3
-SHARES = (1 / 2, 1 / 4, 1 / 8)
+PARTS = (2, 4, 8)
 LEAST = {"residency": "off", "pack_layers": 1, "stash": "host", "keep_graphs": False}
 Program = Callable[[Any, Tensor, Tensor], Tensor]
 
@@ -127,26 +135,64 @@ def difference(model: nn.Module, plain: nn.Module) -> float:
     return max(((own - other).norm() / other.norm().clamp(min=1e-2)).item() for own, other in pairs)
 
 
+def call_bytes(program: Program, rows: int) -> tuple[int, int]:
+    """Return the bytes of a layer call of all rows, and those of a layer's weights; see the top of the file."""
+    layer = Encoder().bert.encoder.layer[0]
+    weights = 3 * sum(parameter.nbytes for parameter in layer.parameters())
+    alone = one_input if program is two_passes else program
+    return train(alone, rows, 1, LEAST)[1]["peak_bytes"] - weights, weights
+
+
+def runs_of(program: Program, rows: int) -> list[dict[str, Any]]:
+    """Return what was measured of one program under each budget."""
+    call, weights = call_bytes(program, rows)
+    plain = plainly(program, rows)
+    found = []
+    for part in PARTS:
+        budget = call // part + weights
+        row = {"program": program.__name__, "rows": rows, "part": part, "call_bytes": call, "budget_bytes": budget}
+        try:
+            model, measured = train(program, rows, STEPS, {"device_memory_gib": budget / GIB})
+            row |= measured | {"difference": difference(model, plain)}
+            if measured["peak_bytes"] > budget:
+                raise RuntimeError(f"a step took {measured['peak_bytes']:,} bytes of {budget:,}")
+        except DoesNotFitError:
+            row["fits"] = False
+        found.append(row)
+        print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+    return found
+
+
+def table(runs: list[dict[str, Any]]) -> str:
+    """Return the table of docs/retrievers.md."""
+    lines = [
+        "| program | rows | budget: of a call, MiB | rows at a time | planned, measured MiB | difference |",
+        "|---|---|---|---|---|---|",
+    ]
+    for run in runs:
+        budget = f"1/{run['part']}, {run['budget_bytes'] / MIB:.2f}"
+        begin = f"| {run['program'].replace('_', ' ')} | {run['rows']:,} | {budget} |"
+        if "difference" in run:
+            peaks = f"{run['planned_bytes'] / MIB:.2f}, {run['peak_bytes'] / MIB:.2f}"
+            lines.append(f"{begin} {run['rows_at_a_time']} | {peaks} | {run['difference']:.0e} |")
+        else:
+            lines.append(f"{begin} refused | | |")
+    return "\n".join(lines)
+
+
 def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--rows", type=int, nargs="+", default=ROWS)
+    arguments.add_argument("--write", action="store_true")
+    asked = arguments.parse_args()
     quiet()
-    results = []
-    for rows in ROWS:
+    runs: list[dict[str, Any]] = []
+    for rows in asked.rows:
         for program in (one_input, two_inputs_joined, two_passes):
-            plain = plainly(program, rows)
-            whole = train(program, rows, 1, LEAST)[1]["peak_bytes"]
-            for share in SHARES:
-                budget = int(share * whole)
-                row = {"program": program.__name__, "rows": rows, "whole_bytes": whole, "budget_bytes": budget}
-                try:
-                    model, found = train(program, rows, STEPS, {"device_memory_gib": budget / GIB})
-                    row |= found | {"difference": difference(model, plain)}
-                    if found["peak_bytes"] > budget:
-                        raise RuntimeError(f"a step took {found['peak_bytes']:,} bytes of {budget:,}")
-                except DoesNotFitError:
-                    row["fits"] = False
-                results.append(row)
-                print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
-    write_results("retrievers", {"tokens": TOKENS, "width": WIDTH, "steps": STEPS, "runs": results})
+            runs += runs_of(program, rows)
+    print(table(runs))
+    if asked.write:
+        write_results("retrievers", {"tokens": TOKENS, "width": WIDTH, "steps": STEPS, "runs": runs})
 
 
 if __name__ == "__main__":

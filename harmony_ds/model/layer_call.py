@@ -64,6 +64,7 @@ class LayerCalls:
         tiles: which heads are called in tiles of tokens, with the loss.
         layer_tiles: which calls inside layers run in tiles of tokens.
         checks_recomputation: outputs of a recomputation are compared with those of forward.
+        slices_from_host: in backward, slices of rows take their inputs from the host, where these wait there.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class LayerCalls:
         # (a head, its argument's shape, tokens of a tile) -> whether that is proved
         self._may_run_in_tiles: dict[tuple[int, torch.Size, int], bool] = {}
         self.checks_recomputation = False
+        self.slices_from_host = False
         self._unseen: list[str] | None = None  # None: not collected
 
     @property
@@ -436,10 +438,12 @@ class LayerCalls:
                 _propagate(layer, call, leaves, gradients)
         else:
             with _isolated(layer, call):
-                tensors = self._saved_inputs(layer, call)
-                pieces: Iterable[Piece] = [(tensors, call.targets, gradients)]
-                if call.slicing is not None:
-                    pieces = call.slicing.propagated(tensors, call.targets, gradients)
+                pieces: Iterable[Piece]
+                if call.slicing is None:
+                    pieces = [(self._saved_inputs(layer, call), call.targets, gradients)]
+                else:
+                    tensors, bring = self._inputs_to_cut(layer, call, call.slicing)
+                    pieces = call.slicing.propagated(tensors, call.targets, gradients, bring)
                 for number, (own, targets, given) in enumerate(pieces):
                     if number:
                         gather()
@@ -488,6 +492,23 @@ class LayerCalls:
         """Return the call's inputs, detached; raise ModelError if one was changed in place."""
         tensors = [self._stash.tensor(entry) for entry in call.tensors]
         return [t.clone() for t in tensors] if layer.changes_inputs else tensors
+
+    def _inputs_to_cut(
+        self, layer: CalledLayer, call: RecordedCall, slicing: Slicing
+    ) -> tuple[list[Tensor], Callable[[list[Tensor]], list[Tensor]]]:
+        """Return the call's inputs, detached, and what returns parts of them on the device."""
+        if not self.slices_from_host:
+            return self._saved_inputs(layer, call), lambda parts: parts
+        stash, cut = self._stash, [dim is not None for dim in slicing.dims.inputs]
+        tensors = [
+            stash.tensor_to_cut(entry) if is_cut else stash.tensor(entry)
+            for entry, is_cut in zip(call.tensors, cut, strict=True)
+        ]
+
+        def bring(parts: list[Tensor]) -> list[Tensor]:
+            return [stash.copy_slice(entry, part) for entry, part in zip(call.tensors, parts, strict=True)]
+
+        return tensors, bring
 
     def trial(
         self, request: Request, leaves: Leaves, slicing: Slicing | None = None

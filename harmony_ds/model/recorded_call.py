@@ -62,6 +62,14 @@ class RecordedCall:
         return [entry for entry in self.tensors if not entry.stays]
 
     @property
+    def slice_bytes(self) -> int:
+        """The bytes of what the largest slice needs of the swapped entries; of a call that is not sliced, all of them."""
+        if self.slicing is None:
+            return sum(entry.nbytes for entry in self.entries)
+        pairs = zip(self.tensors, self.slicing.dims.inputs, strict=True)
+        return sum(self.slicing.share_of(entry.nbytes, dim) for entry, dim in pairs if not entry.stays)
+
+    @property
     def on_device(self) -> list[Tensor]:
         """The saved tensors, where none has left the device."""
         return [entry.device_tensor for entry in self.tensors if entry.device_tensor is not None]

@@ -79,9 +79,16 @@ class Slicing:
             yield RowSlice(first, min(first + size, self.rows), self.rows)
 
     def propagated(
-        self, tensors: Sequence[Tensor], targets: Targets, gradients: Sequence[Tensor | None]
+        self,
+        tensors: Sequence[Tensor],
+        targets: Targets,
+        gradients: Sequence[Tensor | None],
+        bring: Callable[[list[Tensor]], list[Tensor]],
     ) -> Iterator[Piece]:
-        """Yield the slices of a backward pass; in the end, hand the gradients of whole inputs to `targets`."""
+        """Yield the slices of a backward pass; in the end, hand the gradients of whole inputs to `targets`.
+
+        `bring`: of parts of `tensors`, returns them on the device.
+        """
         split = [
             SliceTarget(target, tensor, dim) if target is not None and dim is not None else target
             for target, tensor, dim in zip(targets, tensors, self.dims.inputs, strict=True)
@@ -90,9 +97,13 @@ class Slicing:
         for part in self.slices(self.backward):
             for target in own:
                 target.part = part
-            yield self.inputs_of(part, tensors), split, self.gradients_of(part, gradients)
+            yield bring(self.inputs_of(part, tensors)), split, self.gradients_of(part, gradients)
         for target in own:
             target.finish()
+
+    def share_of(self, nbytes: int, dim: int | None) -> int:
+        """Return the bytes of the largest slice, in backward, of a tensor of `nbytes` whose rows are in `dim`."""
+        return nbytes if dim is None else nbytes // self.rows * min(self.backward, self.rows)
 
     def inputs_of(self, part: RowSlice, tensors: Iterable[Tensor]) -> list[Tensor]:
         return [part.narrow(tensor, dim) for tensor, dim in zip(tensors, self.dims.inputs, strict=True)]

@@ -30,6 +30,7 @@ class StashEntry:
         "arrived",
         "buffer",
         "crossed",
+        "cut",
         "device_tensor",
         "due",
         "host_tensor",
@@ -46,6 +47,7 @@ class StashEntry:
         self.buffer: HostBuffer | None = None  # of the host tensor
         self.arrived: Event | None = None  # after the last copy, if nothing has waited for it
         self.crossed = False  # the copy on the host is a crossing tensor's, too: it outlives a swap-out
+        self.cut = False  # slices have been copied from the host
         self.users = 0  # layer calls that will be recomputed with it
         # Of them, those of each pack that it was asked back for, the pack that runs first at the front.
         self.due: list[int] = []
@@ -100,7 +102,7 @@ class Stash:
     def swap_out(self, entries: Iterable[StashEntry]) -> None:
         """Issue the copies to the host; device tensors are freed at the next swap, so that compute does not wait."""
         device = self._device
-        self._free_copied()
+        self.free_copied()
         # The copies are to read what compute has finished.
         device.wait(Stream.SWAP_OUT, device.record(Stream.COMPUTE))
         for entry in entries:
@@ -156,7 +158,7 @@ class Stash:
         self._ledger.book_out(TrafficKind.ACTIVATIONS, tensor.numel() * tensor.element_size())
         return buffer, host
 
-    def _free_copied(self) -> None:
+    def free_copied(self) -> None:
         """Drop the device tensors whose copies to the host were issued by earlier swap-outs."""
         for copied, _ in self._copies_out.pop(self._device.number, ()):
             # The tensor's memory belongs to the compute stream, which may reuse it only after the copy.
@@ -174,7 +176,7 @@ class Stash:
 
     def _copy_in(self, entries: Iterable[StashEntry]) -> None:
         device = self._device
-        self._free_copied()
+        self.free_copied()
         coming: list[tuple[StashEntry, Tensor, Tensor]] = []  # with the tensors on the host and on the device
         for entry in dict.fromkeys(entries):
             if entry.device_tensor is not None:
@@ -206,6 +208,25 @@ class Stash:
         entry.check()
         return tensor if entry.stays else tensor.detach()
 
+    def tensor_to_cut(self, entry: StashEntry) -> Tensor:
+        """Return an alias of the entry's tensor, which `copy_slice` copies parts of: on the host, if it has left."""
+        if entry.device_tensor is not None or entry.host_tensor is None:
+            return self.tensor(entry)
+        if entry.arrived is not None:
+            self._wait_for(entry.arrived, entry)
+        entry.cut = True
+        return entry.host_tensor
+
+    def copy_slice(self, entry: StashEntry, part: Tensor) -> Tensor:
+        """Return a part of `tensor_to_cut(entry)` on the device, in memory of the compute stream, which copies it."""
+        if entry.device_tensor is not None:
+            return part
+        copied = torch.empty_like(part, device=self._device.torch_device)
+        with torch.no_grad():
+            copied.copy_(part, non_blocking=True)
+        self._ledger.book_in(TrafficKind.ACTIVATIONS, copied.nbytes)
+        return copied
+
     def _wait_for(self, arrived: Event, entry: StashEntry) -> None:
         """Let the compute stream read or reuse the memory of a tensor only after the swap-in has written it."""
         self._device.wait(Stream.COMPUTE, arrived)
@@ -221,6 +242,7 @@ class Stash:
             del entry.due[0]
         # Only a swap-in waits for the copy to the host; without one, that copy may still be queued on another stream.
         was_swapped_in = entry.device_tensor is not None
+        read = Stream.COMPUTE if entry.cut else Stream.SWAP_IN if was_swapped_in else None
         if entry.host_tensor is not None:
             if was_swapped_in and entry.arrived is not None:
                 self._wait_for(entry.arrived, entry)
@@ -228,14 +250,14 @@ class Stash:
         if entry.users == 0:
             entry.device_tensor = None
             if entry.buffer is not None:
-                self._buffers.release(entry.buffer, self._device.record(Stream.SWAP_IN) if was_swapped_in else None)
+                self._buffers.release(entry.buffer, None if read is None else self._device.record(read))
             entry.host_tensor = entry.buffer = None
 
     def order_streams(self) -> None:
         """Order all streams after a failed step, so that tensors may be dropped that copies or kernels still use."""
         for number in range(self._device.count):
             self._device.enter(number)
-            self._free_copied()
+            self.free_copied()
             # Memory of the compute stream is dropped that copies may still read or write.
             for stream in (Stream.SWAP_IN, Stream.SWAP_OUT, Stream.PEER):
                 self._device.wait(Stream.COMPUTE, self._device.record(stream))

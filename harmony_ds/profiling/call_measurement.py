@@ -90,6 +90,8 @@ class MicroBatchMeasurement:
         flow: what is handed from layer to layer, where several devices are to run them.
         outputs: bytes of the model's outputs, and of the graph of the code after the last call.
         crossing: tensors that may wait on the host between two calls.
+        end, loss_phase: see `CostTable.end_bytes` and `loss_bytes`.
+        in_slices: see `CostTable`.
         lead, loss, propagate, incoming: see `Allocations`.
     """
 
@@ -103,6 +105,9 @@ class MicroBatchMeasurement:
     flow: Flow = field(default_factory=Flow)
     outputs: int = 0
     crossing: tuple[CrossingValue, ...] = ()
+    end: int = 0
+    loss_phase: int = 0
+    in_slices: bool = False
     lead: Pairs = field(default_factory=list)
     loss: Pairs = field(default_factory=list)
     propagate: Pairs = field(default_factory=list)
@@ -126,6 +131,9 @@ class MicroBatchMeasurement:
             flow=self.flow,
             output_bytes=self.outputs,
             crossing=self.crossing,
+            end_bytes=self.end,
+            loss_bytes=self.loss_phase,
+            in_slices=self.in_slices,
         )
 
     def _cost(self, position: int) -> CallCost:
@@ -163,7 +171,8 @@ class MicroBatchMeasurement:
 
         The gradient of a tensor that such code computed waits at that tensor, until every call that takes the tensor has
         been propagated through. Where those calls were run in one graph with the code, it is propagated through that at
-        once, and waits at the outputs that the tensor was computed from. With several calls there may be both.
+        once, and waits at the outputs that the tensor was computed from. With several calls there may be both. In slices
+        no calls are run in one graph.
         """
         # Code after the call before whose propagation one is needed is propagated through then, too.
         ends_at = [(g.call if isinstance(g, OutputGradient) else g.deadline, g) for g in gradients]
@@ -176,6 +185,8 @@ class MicroBatchMeasurement:
         for deadline, targets in ends.items():
             call = self.calls[deadline] if deadline >= 0 else self.tail
             at_tensors, at_outputs = self._nbytes(targets), self._nbytes(g for g in call.settled if id(g) not in due)
+            if self.in_slices:
+                at_outputs = 0
             ending = [
                 [g for g in c.taken if isinstance(g, InterLayerGradient) and g.deadline == deadline] for c in self.calls
             ]

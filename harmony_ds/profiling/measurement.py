@@ -110,7 +110,8 @@ class Measurement(LayerCallObserver):
                 torch.ones(1, 1, device=self._runtime.device.torch_device).matrix_power(2)  # cuBLAS's workspace stays
                 self._base = probe.allocated_bytes()
                 self._run(sample)
-        table = replace(self._measured.table(), in_slices=self._passes.rows.cuts)
+        self._measured.in_slices = self._passes.rows.cuts
+        table = self._measured.table()
         if not self._traces:
             return table
         return replace(table, allocations=replace(self._measured.allocations(), uploads=tuple(self._trace.uploads)))
@@ -124,7 +125,10 @@ class Measurement(LayerCallObserver):
         self._trace.begin(measured.lead)
         with self._flow or nullcontext():
             outputs = self._passes.forward(sample)
-            measured.outputs = _storage_bytes(outputs) + max(0, self._interval.left())
+            measured.end = self._interval.peak()
+            left, before_loss = self._interval.left(), self._alive_bytes()
+            measured.outputs = _storage_bytes(outputs) + max(0, left)
+            self._interval.begin()
             if self._flow is not None:
                 self._flow.in_loss = True
             self._trace.begin(measured.loss)
@@ -137,7 +141,10 @@ class Measurement(LayerCallObserver):
         self._trace.begin(measured.propagate)
         self._passes.propagate_loss(loss)
         # The loss is scaled before it is propagated.
-        measured.tail.note(forward=ForwardBytes(peak_bytes=self._interval.peak() + 2 * measured.scalar))
+        loss_peak = self._interval.peak() + 2 * measured.scalar
+        measured.loss_phase = before_loss + loss_peak
+        tail_peak = max(measured.end + 2 * measured.scalar, left + loss_peak)
+        measured.tail.note(forward=ForwardBytes(peak_bytes=tail_peak))
         del outputs, loss
         self._inputs = []
         self._passes.release_head()
@@ -180,13 +187,19 @@ class Measurement(LayerCallObserver):
         known = {id(tensor) for tensor in self._inputs}
         self._inputs = tensors_in((request.args, request.kwargs))
         self._repeated_inputs = {_place(t) for t in self._inputs if id(t) in known}
-        # What calls have stashed and is alive for another reason: here, the stash is released at once.
-        stashed = sum({s.storage.cdata: s.nbytes for s in self._stashed if not s.storage.expired()}.values())
-        alive = max(0, interval.alive() - self._base - stashed)
+        stashed, alive = self._stashed_bytes(), self._alive_bytes()
         self._note_crossing(len(calls))
         calls.append(CallMeasurement(request.layer))
         calls[-1].note(waiting=WaitingBytes(alive, stashed_too_bytes=stashed, after_forward_bytes=alive))
         calls[-1].note_forward(peak_bytes=lead - alive)
+
+    def _stashed_bytes(self) -> int:
+        """Return bytes of what calls have stashed and is alive for another reason: here, the stash is released at once."""
+        return sum({s.storage.cdata: s.nbytes for s in self._stashed if not s.storage.expired()}.values())
+
+    def _alive_bytes(self) -> int:
+        """Return bytes of everything that is alive and that no call has stashed."""
+        return max(0, self._interval.alive() - self._base - self._stashed_bytes())
 
     def _note_crossing(self, position: int) -> None:
         """Note which tensors might wait on the host before the call at `position`."""
@@ -341,6 +354,7 @@ class Measurement(LayerCallObserver):
                 again_bytes=again,
                 again_at_cut_bytes=again_at_cut,
                 base_bytes=sum(max(0, nbytes) for nbytes in bases.values()),
+                slice_bytes=recorded.slice_bytes,
             ),
             needs_backward=True,
         )

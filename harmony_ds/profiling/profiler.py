@@ -103,14 +103,17 @@ class Profiler:
     def _profile_one_size(
         self, sample: Sample, sizes: Sizes, check_bytes: Callable[[CostTable], None] | None = None
     ) -> Profile:
-        table = self._measure(sample, sizes)
+        with self._all_have_room():
+            table = self._measure(sample, sizes)
         if check_bytes is not None:
             check_bytes(table)
         table = self._with_allocations(table, sample, sizes)
         key = self._key(table.calls, sample, sizes)
         if (known := self._load(key)) is not None:
             return replace(known, tables=((sample.rows, with_times(table, known.tables[0][1])),))
-        return self._save(((sample.rows, self._time(table, sample, sizes)),), key)
+        with self._all_have_room():
+            timed = self._time(table, sample, sizes)
+        return self._save(((sample.rows, timed),), key)
 
     def _profile_several_sizes(self, sample: Sample) -> Profile:
         self._probe_rows(sample)
@@ -135,7 +138,9 @@ class Profiler:
     def in_slices(self, sample: Sample, profile: Profile, sizes: Sizes) -> CostTable:
         """Return bytes of `sample` in slices of `sizes`, measured, with the times that `profile` knows of them."""
         with self._within_budget():
-            table = self._with_allocations(self._measure(sample, sizes), sample, sizes)
+            with self._all_have_room():
+                table = self._measure(sample, sizes)
+            table = self._with_allocations(table, sample, sizes)
             return with_times(table, combined(profile, sizes, sample.rows))
 
     # ---- passes
@@ -261,6 +266,24 @@ class Profiler:
         profile = Profile(self.machine, tables, key)
         self._file.save(profile)
         return profile
+
+    @contextmanager
+    def _all_have_room(self) -> Iterator[None]:
+        """Raise DoesNotFitError in the end if a device of another process has run out of memory within the context.
+
+        So that all go on in the same way: each may have micro-batches of another size.
+        """
+        world, what = self._runtime.world, "measure on all devices"
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            world.any(what, True)
+            raise
+        if world.any(what, False):
+            raise DoesNotFitError(
+                "one layer with one micro-batch, which measuring holds, does not fit the device of another process: the "
+                "error there says what would help."
+            )
 
     @contextmanager
     def _within_budget(self) -> Iterator[None]:

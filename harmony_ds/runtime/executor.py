@@ -270,6 +270,7 @@ class Executor:
         if plan.packs != self._plan.packs:
             self._change_packs(plan)
         self._plan = plan
+        self._runtime.layer_calls.slices_from_host = plan.policy.slices_from_host
         self._first_micro_batch_task = len(plan.tasks)
         for number, task in enumerate(plan.tasks):
             if task.micro_batch >= 0:
@@ -455,6 +456,8 @@ class Executor:
         if plan.rows.cuts:
             # One graph of all rows would need the memory that slices save: this pack is recomputed as the others are.
             self._forward(task)
+            if plan.policy.slices_from_host:
+                self._stash_out(task)
         elif not micro_batch.forwarded:
             position_of = partial(micro_batch.position_of, plan.calls)
             self._enter(micro_batch).run_on(position_of, partial(self._answer_attached, task, micro_batch, leaves))
@@ -580,10 +583,18 @@ class Executor:
         if (lane := micro_batch.lane) is not None:
             waiting = micro_batch.values.crossing(lane.argument_tensors(), micro_batch.inter_layer, runtime.stash)
             micro_batch.held_on_host = runtime.crossing_tensors.swap_out(waiting, ())
+            self._wait_for_copies()
 
     def _crossing_gradients_out(self, task: Task) -> None:
         micro_batch = self._micro_batches[task.micro_batch]
         micro_batch.held_on_host = self._runtime.crossing_tensors.swap_out((), micro_batch.waiting_gradients())
+        self._wait_for_copies()
+
+    def _wait_for_copies(self) -> None:
+        """Free what has been sent to the host before the next task, where no copy is to be hidden."""
+        if self._plan.policy.slices_from_host:
+            self._runtime.crossing_tensors.free_leaving()
+            self._runtime.stash.free_copied()
 
     def _crossing_in(self, task: Task) -> None:
         if (held := self._micro_batches[task.micro_batch].held_on_host) is not None:
@@ -606,6 +617,7 @@ class Executor:
 
     def _stash_out(self, task: Task) -> None:
         self._runtime.stash.swap_out(self._stash_entries(task))
+        self._wait_for_copies()
 
     def _stash_in(self, task: Task) -> None:
         self._runtime.stash.swap_in(self._stash_entries(task))

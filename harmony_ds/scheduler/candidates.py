@@ -253,6 +253,8 @@ def describe_policy(packing: Packing, policy: Policy) -> str:
         uses.append("stash on the host" if on_host else "stash on the device")
     if crossing_moves(packing, policy):
         uses.append("crossing tensors on the host")
+    if policy.slices_from_host:
+        uses.append("slices from the host")
     if policy.kept:
         uses.append(f"{counted(len(policy.kept), 'pack')} kept")
     if policy.resident:

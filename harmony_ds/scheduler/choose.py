@@ -65,7 +65,8 @@ class PlanRequest:
 def may_move_crossing(request: PlanRequest) -> bool:
     """Return whether what waits between packs may go to the host, and the device may hold less by that."""
     policy, stash_may_go = request.policy, request.settings.stash != "device"
-    return stash_may_go and policy.grouping and policy.pipeline == 1 and request.micro_batches >= _MOVING
+    least = 1 if policy.slices_from_host else _MOVING
+    return stash_may_go and policy.grouping and policy.pipeline == 1 and request.micro_batches >= least
 
 
 def among_devices(request: PlanRequest, machine: Machine) -> tuple[PlanRequest, ...]:
@@ -123,7 +124,7 @@ def make_plan(packing: Packing, costs: CostTable, request: PlanRequest, policy: 
     """Return the plan over given packs, with its peak."""
     micro_batches, stays = request.micro_batches, resident_bytes(packing, policy, request)
     tasks = compose_step(packing, Group.with_fresh(micro_batches), policy)
-    walked = walk_memory(packing.packs, tasks, costs)
+    walked = walk_memory(packing.packs, tasks, costs, slices_from_host=policy.slices_from_host)
     peaks = tuple(stays + peak for peak in walked.device_peaks)
     return Plan(packing, policy, tasks, micro_batches, stays, max(peaks), costs.calls, walked.activation_bytes, peaks)
 

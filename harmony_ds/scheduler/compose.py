@@ -35,6 +35,13 @@ and come back before its run through the next one (Y, Z), at the places where it
 
     F0.0 X0.0 F0.1 X0.1 Y1.0 F0.2 X0.2 E0   Y1.1 F1.0 X1.0 Y1.2 F1.1 X1.1 ...
 
+Where slices of rows take their inputs from the host, no stash comes back by itself (there is no T), that of the fused pack
+leaves, too (F n-1 S n-1; L n-1 sends its own before the loss), and crossing tensors come back right before their runs:
+
+    F0.0 S0.0 X0.0 F0.1 S0.1 X0.1 E0   Y1.0 F1.0 S1.0 X1.0 Y1.1 F1.1 ...
+
+Then gradients are freed as soon as they have left, too.
+
 A pack whose gradient is on its way to the host keeps it until the next pack has been computed (G), so that the copy is
 hidden. A kept pack has neither the E of its forward pass nor the I of its backward pass; a resident pack has neither I, E,
 O nor G, and D in the place of U. Of both, the first micro-batches may have K in the place of F, which keeps the graph, and
@@ -208,6 +215,8 @@ class _Composer:
         self._policy = policy
         self._order = group.back
         self._out, self._in = stash_moves(packing, policy)
+        if policy.slices_from_host:
+            self._out.add(packing.backward[-1])
         self._graphs: set[tuple[int, int]] = set()  # (pack, micro-batch) of which the graph is kept
         self._crossing_moves = crossing_moves(packing, policy) and len(group.all) > 1
         self._coming_back: dict[tuple[bool, int, int], Task] = {}
@@ -278,7 +287,8 @@ class _Composer:
                 for other in reversed(by_last[m][:-1]):
                     pack_pass.runs.append((other, [Task(TaskKind.BACKWARD, index, other)]))
             else:
-                pack_pass.runs.append((m, [Task(TaskKind.FORWARD, index, m)]))
+                leaving = [Task(TaskKind.STASH_OUT, index, m)] if index in self._out else []
+                pack_pass.runs.append((m, [Task(TaskKind.FORWARD, index, m), *leaving]))
         return pack_pass
 
     def _backward(self, index: int) -> PackPass:
@@ -327,7 +337,9 @@ class _Composer:
             moves: list[list[Task]] = []
             for m, tasks in pack_pass.runs:
                 needed = self._moves_in_before(pack_pass, m, tasks[0].kind)
-                if needed:
+                if self._policy.slices_from_host:
+                    tasks[:0] = needed
+                elif needed:
                     runs.append(tasks)
                     moves.append(needed)
             for place, needed in enumerate(moves):
@@ -348,7 +360,8 @@ class _Composer:
         """Return the tasks that bring back what a run of this kind needs."""
         index = pack_pass.pack.index
         moves: list[Task] = []
-        if kind is TaskKind.BACKWARD and self._stash_is_away(index, micro_batch):
+        by_slices = self._policy.slices_from_host  # they bring their own
+        if kind is TaskKind.BACKWARD and not by_slices and self._stash_is_away(index, micro_batch):
             moves.append(Task(TaskKind.STASH_IN, index, micro_batch))
         crossing = self._coming_back.pop((pack_pass.is_backward, index, micro_batch), None)
         if crossing is not None:
@@ -360,7 +373,7 @@ class _Composer:
 
         What enters: backward passes, such as `L2.0 | B1.0 | B0.0`. What leaves, with `updates`:
         `L2.0 O2 U2 E2 | B1.0 G2 O1 U1 E1 | B0.0 G1 O0 U0 E0 G0`. A pack's gradients are freed after the backward pass of
-        the device's next pack, which hides their way to the host.
+        the device's next pack, which hides their way to the host; at once where no copy is to be hidden.
         """
         freed: dict[int, Task] = {}
         for pack_pass in passes:
@@ -369,7 +382,10 @@ class _Composer:
                 pack_pass.after.append(freed.pop(pack.device))
             if pack.needs_backward and not resident:
                 pack_pass.after += (Task(kind, pack.index) for kind in _gradients_out(self._policy))
-                freed[pack.device] = Task(TaskKind.FREE_GRADIENTS, pack.index)
+                if self._policy.slices_from_host:
+                    pack_pass.after.append(Task(TaskKind.FREE_GRADIENTS, pack.index))
+                else:
+                    freed[pack.device] = Task(TaskKind.FREE_GRADIENTS, pack.index)
             if pack.needs_backward and updates:
                 pack_pass.after.append(_update(pack.index, self._policy))
             if not resident:

@@ -51,17 +51,24 @@ class StashBytes:
             with this call: else both calls are in one pack, which moves them once.
         base_bytes: where stashed inputs are views, the rest of the memory that they are views of. It is there until
             the stash has been moved to the host.
+        slice_bytes: what of all these inputs is on the device at once where slices of rows take theirs from the host.
     """
 
     new_bytes: int = 0
     again_bytes: int = 0
     again_at_cut_bytes: int = 0
     base_bytes: int = 0
+    slice_bytes: int = 0
 
     @property
     def on_device_bytes(self) -> int:
         """What the stash of this call adds on the device, as long as it stays there: `new_bytes + base_bytes`."""
         return self.new_bytes + self.base_bytes
+
+    @property
+    def taken_bytes(self) -> int:
+        """All inputs that the call is recomputed from, whatever other calls are."""
+        return self.new_bytes + self.again_bytes + self.again_at_cut_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +218,9 @@ class CostTable:
         crossing: tensors that may wait on the host between two calls.
         output_bytes: what the model's outputs and the graph of the code after the last call hold until the loss is made.
         allocations: what a micro-batch allocates, request by request; None: not known.
+        end_bytes: the part of `tail_bytes` that comes before the model's outputs are there.
+        loss_bytes: the most that the micro-batch has, beside its stash, while its loss is made and propagated back from,
+            model's outputs and held bytes included.
     """
 
     calls: tuple[int, ...]
@@ -228,6 +238,8 @@ class CostTable:
     output_bytes: int = 0
     crossing: tuple[CrossingValue, ...] = ()
     allocations: Allocations | None = None
+    end_bytes: int = 0
+    loss_bytes: int = 0
 
     def crossing_gradient_bytes(self, position: int, fused: int) -> int:
         """Return the gradients that may wait on the host between the call at `position` and those before it.
@@ -241,8 +253,13 @@ class CostTable:
     @property
     def working_bytes(self) -> int:
         """The most that a micro-batch takes while it runs through a layer, or through the loss."""
-        calls = [max(c.forward.peak_bytes, c.backward.peak_bytes, c.backward.code_peak_bytes) for c in self.costs]
-        return max(self.tail_bytes, *calls, 0)
+        code = [cost.backward.code_peak_bytes for cost in self.costs]
+        return max(self.tail_bytes, self.layer_bytes, *code)
+
+    @property
+    def layer_bytes(self) -> int:
+        """The most that a micro-batch takes while it runs through a layer."""
+        return max((max(cost.forward.peak_bytes, cost.backward.peak_bytes) for cost in self.costs), default=0)
 
     def worst(self, other: CostTable) -> CostTable:
         """Return a table that covers what both saw: every call of either, at the larger of both costs."""

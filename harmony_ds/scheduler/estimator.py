@@ -49,7 +49,7 @@ class CandidateEstimator:
         self._costs = costs
         self._machine = machine
         self._request = request
-        self._walks = MemoryWalks(costs)
+        self._walks = MemoryWalks(costs, request.policy.slices_from_host)
 
     def sample(self, packing: Packing, policy: Policy) -> SampledPlan:
         """Return the plan over as few micro-batches as show everything."""

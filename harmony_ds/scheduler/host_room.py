@@ -34,6 +34,8 @@ class Waiting:
 def waiting_of(plan: Plan, costs: CostTable) -> Waiting:
     """Return what waits in host memory while `plan` runs."""
     away = plan.packing.forward[: plan.policy.stash_on_host]
+    if plan.policy.slices_from_host:
+        away = (*away, plan.packing.backward[-1])
     shared = crossing_moves(plan.packing, plan.policy)
     stash = plan.micro_batches * sum(stash_bytes(plan.packs[index], costs, shared) for index in away)
     crossing = plan.micro_batches * _crossing_bytes(plan, costs)

@@ -198,7 +198,8 @@ class Lowering:
         came = sorted(job for job in (*moved, *crossed) if job >= 0)
         after = (*arrived, *self._compute_after.pop(pack.device, ()), *stash, *came)
         if (task.kind, task.pack) not in self._times:
-            self._times[task.kind, task.pack] = run_ms(task.kind, pack, self._costs)
+            copies_ms = self._slices_in_ms(task, pack) if self._plan.policy.slices_from_host else 0.0
+            self._times[task.kind, task.pack] = run_ms(task.kind, pack, self._costs) + copies_ms
         duration = self._times[task.kind, task.pack]
         first = task.pack in self._plan.packing.forward[:1] or not self._plan.packing.forward
         duration += self._costs.head_ms if first and task.kind not in BACKWARD_KINDS else 0.0
@@ -209,6 +210,14 @@ class Lowering:
             self._compute_after[pack.device].append(self._crossing_leaving.pop(pack.device))
         if self._plan.policy.pipeline > 1:
             self._ran.update((one.micro_batch, ran) for one in tasks)
+
+    def _slices_in_ms(self, task: Task, pack: Pack) -> float:
+        """Return the time of copies that a run waits for: slices' inputs, and the stash that leaves before the loss."""
+        if task.kind not in (TaskKind.FUSED, TaskKind.BACKWARD):
+            return 0.0
+        out_bytes = self._stash_moves.out_bytes(task) if task.kind is TaskKind.FUSED else 0
+        in_ms = self._stash_moves.in_slices_bytes(pack) / self._machine.swap_in_bytes_per_ms
+        return in_ms + out_bytes / self._machine.swap_out_bytes_per_ms
 
     def _gradients_out(self, task: Task, pack: Pack) -> None:
         on_host = self._plan.policy.reduce_on_host

@@ -46,14 +46,16 @@ def walk_memory(
     costs: CostTable,
     others: Mapping[int, CostTable] | None = None,
     shared_losses: Sequence[tuple[int, ...]] = (),
+    slices_from_host: bool = False,
 ) -> MemoryProfile:
     """Return the bytes alive while each task runs.
 
     Args:
         others: costs by micro-batch, where they are not `costs`.
         shared_losses: sets of micro-batches that share a loss.
+        slices_from_host: see `Policy`.
     """
-    return MemoryWalks(costs).walk(packs, tasks, others=others, shared_losses=shared_losses)
+    return MemoryWalks(costs, slices_from_host).walk(packs, tasks, others=others, shared_losses=shared_losses)
 
 
 class CostView:
@@ -84,8 +86,9 @@ class CostView:
 class MemoryWalks:
     """Walks of many task lists, over packs of one model: what a micro-batch adds in a pack is worked out once."""
 
-    def __init__(self, costs: CostTable) -> None:
+    def __init__(self, costs: CostTable, slices_from_host: bool = False) -> None:
         self._costs = costs
+        self._slices_from_host = slices_from_host
         # Both by the calls that stash more because a pack begins there; None: no stash goes to the host.
         self._tables: dict[frozenset[int] | None, CostTable] = {None: costs}
         self._known: dict[tuple[int, int, frozenset[int] | None], PackBytes] = {}
@@ -108,10 +111,13 @@ class MemoryWalks:
         device_count = 1 + max(pack.device for pack in packs)
         moves_stash = any(task.kind in (TaskKind.STASH_OUT, TaskKind.STASH_IN) for task in tasks)
         # On several devices each pack has what it takes for itself, as it has where its stash waits on the host.
-        stash_on_host = device_count > 1 or moves_stash
+        stash_on_host = device_count > 1 or moves_stash or self._slices_from_host
         view = self.view(packs, stash_on_host)
-        other_views = _views_by_micro_batch(packs, others or {}, stash_on_host)
-        devices = [DeviceMemory(packs, view, other_views, counts, shared_losses) for _ in range(device_count)]
+        other_views = self._views_by_micro_batch(packs, others or {}, stash_on_host)
+        devices = [
+            DeviceMemory(packs, view, other_views, counts, shared_losses, self._slices_from_host)
+            for _ in range(device_count)
+        ]
         swapped_in = {task.pack for task in tasks if task.kind is TaskKind.SWAP_IN}
         for pack in packs:
             if not pack.positions and pack.index not in swapped_in:  # an earlier part of the step brought it
@@ -143,24 +149,23 @@ class MemoryWalks:
                 assert len(found) == pack.index, "packs without calls come last"
                 key = pack.positions[0], pack.positions[-1], cuts
                 if key not in self._known:
-                    self._known[key] = PackBytes(pack, costs)
+                    self._known[key] = PackBytes(pack, costs, self._slices_from_host)
                 found.append(self._known[key])
         return CostView(self._costs, costs, found)
 
-
-def _views_by_micro_batch(
-    packs: tuple[Pack, ...], others: Mapping[int, CostTable], stash_on_host: bool
-) -> dict[int, CostView]:
-    """Return a view for each micro-batch; micro-batches of the same table share one."""
-    views: list[CostView] = []
-    by_micro_batch: dict[int, CostView] = {}
-    for micro_batch, costs in others.items():
-        view = next((known for known in views if known.measured is costs), None)
-        if view is None:
-            view = MemoryWalks(costs).view(packs, stash_on_host)
-            views.append(view)
-        by_micro_batch[micro_batch] = view
-    return by_micro_batch
+    def _views_by_micro_batch(
+        self, packs: tuple[Pack, ...], others: Mapping[int, CostTable], stash_on_host: bool
+    ) -> dict[int, CostView]:
+        """Return a view for each micro-batch; micro-batches of the same table share one."""
+        views: list[CostView] = []
+        by_micro_batch: dict[int, CostView] = {}
+        for micro_batch, costs in others.items():
+            view = next((known for known in views if known.measured is costs), None)
+            if view is None:
+                view = MemoryWalks(costs, self._slices_from_host).view(packs, stash_on_host)
+                views.append(view)
+            by_micro_batch[micro_batch] = view
+        return by_micro_batch
 
 
 class _BytesByOwner:
@@ -220,6 +225,9 @@ class DeviceMemory:
     packs; when no gradient flows any further, its loss. "What crosses of m" is the part of it that X and V move: its
     crossing values before p's next pack, or the gradients that wait for the packs before p. A micro-batch that has gone
     on to another device holds on this one what it held when it left.
+
+    Where slices take their inputs from the host, no stash is there in B, L has sent its own away before the loss, and what
+    S, X and V send away is gone after them.
     """
 
     def __init__(
@@ -229,8 +237,10 @@ class DeviceMemory:
         other_views: Mapping[int, CostView],
         counts: Sequence[int],
         shared_losses: Sequence[tuple[int, ...]],
+        slices_from_host: bool = False,
     ) -> None:
         self._packs = packs
+        self._slices_from_host = slices_from_host
         self._default_view = self._view = view  # `_view`: of the task that runs
         self._other_views = other_views  # by micro-batch
         self._counts = counts
@@ -318,7 +328,7 @@ class DeviceMemory:
         sums_exist = self._add_gradients(task, pack)
         if self._ends_model(pack):
             self._outputs.release(micro_batch)
-        own_stash_bytes = self._take_stash(task, pack)
+        own_stash_bytes = pack.stash_bytes if self._slices_from_host else self._take_stash(task, pack)
         self._has_run.add(micro_batch)
         self._release_waiting(micro_batch)
         self._graphs.release((task.pack, micro_batch))
@@ -402,6 +412,8 @@ class DeviceMemory:
             case TaskKind.UPDATE_ON_DEVICE:
                 working = self._packs[task.pack].update_bytes
         held = self._weights.total, self._gradients.total + self._all_bytes + working
+        if self._slices_from_host:
+            self._leaving_bytes = self._leaving_crossing_bytes = 0
         if task.kind is TaskKind.EVICT:
             self._weights.release(task.pack)
         if task.kind is TaskKind.UPDATE_ON_DEVICE:

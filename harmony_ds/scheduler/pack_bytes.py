@@ -22,7 +22,8 @@ def with_stash_on_host(firsts: Collection[int], costs: CostTable) -> CostTable:
         firsts: calls with which packs begin (those may be left out that stash nothing again there).
     """
     calls = tuple(cost.with_stash_on_host(position in firsts) for position, cost in enumerate(costs.costs))
-    return replace(costs, costs=calls, held_bytes=costs.held_bytes + costs.held_and_stashed_bytes)
+    held = costs.held_and_stashed_bytes
+    return replace(costs, costs=calls, held_bytes=costs.held_bytes + held, loss_bytes=costs.loss_bytes + held)
 
 
 class PackBytes:
@@ -39,11 +40,13 @@ class PackBytes:
         input_gradient_bytes: gradients that wait for earlier packs once the pack has been propagated through.
     """
 
-    def __init__(self, pack: Pack, costs: CostTable) -> None:
+    def __init__(self, pack: Pack, costs: CostTable, slices_from_host: bool = False) -> None:
+        """Work them out; `slices_from_host`: see `Policy`."""
         self.first, self.last = pack.positions[0], pack.positions[-1]
         self._calls = calls = costs.costs[self.first : self.last + 1]
         self._layers = costs.calls[self.first : self.last + 1]
-        self._tail_bytes = costs.tail_bytes
+        self._tail_bytes = costs.end_bytes if slices_from_host else costs.tail_bytes
+        self._slices_from_host = slices_from_host
         self._ends_model = self.last == len(costs.costs) - 1
         padding = costs.scalar_bytes if costs.scalar_bytes > ALIGNMENT_BYTES else 0
         self.weight_bytes = pack.weight_bytes + (padding if pack.weight_bytes else 0)
@@ -67,8 +70,9 @@ class PackBytes:
         self._from_graph_later = self._backward_peak(none_missing, graphs_kept=True)
         if costs.in_slices:  # no graph is kept: forward as any other pack, then backward as any other pack
             held = costs.held_bytes + 2 * costs.scalar_bytes  # the loss, and its scaled copy
-            self._fused_first = max(self._forward, held + self._backward_first)
-            self._fused_later = max(self._forward, held + self._backward_later)
+            loss = costs.loss_bytes if slices_from_host else 0
+            self._fused_first = max(self._forward, loss - all_missing[len(calls)], held + self._backward_first)
+            self._fused_later = max(self._forward, loss, held + self._backward_later)
         else:
             tied = self._tied_gradients(pack)
             self._fused_first = self._fused_peak(all_missing, tied)
@@ -133,22 +137,26 @@ class PackBytes:
         stash of the pack's calls up to this one + gradients of later calls that wait for sums of another dtype
         - sums of gradients that are still missing
         + the larger of: kept graphs up to this call + its code peak; kept graphs before this call + its backward peak
+
+        Where slices take their inputs from the host, there is no stash but that of a slice of this call, beside its
+        backward peak.
         """
         count = len(self._calls)
         graphs_before = [0] * (count + 1)  # the kept graphs of the calls before each, and of all
         if graphs_kept:
             graphs_before = [*accumulate((call.forward.kept_graph_bytes for call in self._calls), initial=0)]
-        stash, unsummed = self.stash_bytes, 0
+        stash, unsummed = 0 if self._slices_from_host else self.stash_bytes, 0
         most = stash + graphs_before[count] - missing_sums[count]
         for place in reversed(range(count)):
             call = self._calls[place]
+            own = call.stash.slice_bytes if self._slices_from_host else 0
             running = max(
                 graphs_before[place + 1] + call.backward.code_peak_bytes,
-                graphs_before[place] + call.backward.peak_bytes,
+                graphs_before[place] + call.backward.peak_bytes + own,
                 self._tail_bytes if call.runs_with_loss else 0,
             )
             most = max(most, stash + running + unsummed - missing_sums[place])
-            stash -= call.stash.on_device_bytes
+            stash -= 0 if self._slices_from_host else call.stash.on_device_bytes
             unsummed += call.backward.unsummed_bytes
         return max(most, unsummed - missing_sums[0])
 

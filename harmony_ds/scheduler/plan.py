@@ -210,6 +210,9 @@ class Policy:
             and backward (they wait longest); the others' wait on the device.
         crossing_on_host: what a micro-batch holds between two packs, outputs of the one or gradients of them, waits on
             the host until the other one takes it; where all of the stash does, too (see `crossing.crossing_moves`).
+        slices_from_host: of calls in slices of rows, each slice's inputs come from the host when it runs backward; what
+            leaves the device has left before the next task, and comes back right before it is needed. All of the stash
+            goes, the fused pack's, too, before the loss. It takes the least memory, and hides no copy.
         deferred_update: no update before the norm of all gradients is known.
         kept: packs whose weights stay on the device from forward to backward.
         resident: packs that never leave the device: weights, gradients, optimizer state; updated there.
@@ -234,6 +237,7 @@ class Policy:
     gradient_slabs: int = 3
     stash_on_host: int = 0
     crossing_on_host: bool = False
+    slices_from_host: bool = False
     deferred_update: bool = True
     kept: tuple[int, ...] = ()
     resident: tuple[int, ...] = ()

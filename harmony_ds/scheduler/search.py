@@ -143,7 +143,7 @@ def _search_all_ways(
         one.explore()
         choices = one.choose()
         tried = [one]
-        if may_move_crossing(way) and one.might_gain_by_moving_crossing:
+        if may_move_crossing(way) and not way.policy.crossing_on_host and one.might_gain_by_moving_crossing:
             moving = replace(way, policy=replace(way.policy, crossing_on_host=True))
             other = _Search(costs, machine, packer, replace(moving, thorough=moving.thorough and not choices), top)
             other.explore()

@@ -56,6 +56,10 @@ def swaps_of(plan: Plan, costs: CostTable, rank: int | None = None, counts: Sequ
                 sent += max(pack.sent_bytes) if rank is None else pack.sent_bytes[rank]
             case TaskKind.STASH_OUT:
                 out += stashes.out_bytes(task) * (counts[task.micro_batch] if counts else 1)
+            case TaskKind.FUSED | TaskKind.BACKWARD if plan.policy.slices_from_host:
+                times = counts[task.micro_batch] if counts else 1
+                back += stashes.in_slices_bytes(pack) * times
+                out += stashes.out_bytes(task) * times if task.kind is TaskKind.FUSED else 0
             case TaskKind.STASH_IN:
                 back += stashes.in_bytes(task) * (counts[task.micro_batch] if counts else 1)
             case TaskKind.CROSSING_OUT | TaskKind.CROSSING_GRADIENTS_OUT:
@@ -125,7 +129,7 @@ class StashMoves:
         self._crossed = {task.micro_batch for task in plan.tasks if task.kind is TaskKind.CROSSING_OUT}
 
     def out_bytes(self, task: Task) -> int:
-        """Return what a STASH_OUT copies to the host."""
+        """Return what a STASH_OUT copies to the host, or a fused run whose slices come from there."""
         pack = self._packs[task.pack]
         if task.micro_batch not in self._crossed:
             return stash_bytes(pack, self._costs, shares_copies=False)
@@ -142,6 +146,10 @@ class StashMoves:
             stash = self._costs.costs[position].stash
             nbytes += stash.new_bytes + stash.again_bytes + (stash.again_at_cut_bytes if position in begins else 0)
         return nbytes
+
+    def in_slices_bytes(self, pack: Pack) -> int:
+        """Return what the slices of a run take from the host."""
+        return sum(self._costs.costs[position].stash.taken_bytes for position in pack.positions)
 
 
 def stash_bytes(pack: Pack, costs: CostTable, shares_copies: bool) -> int:

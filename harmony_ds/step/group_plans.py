@@ -189,7 +189,8 @@ class GroupPlans:
         if compose is compose_evaluation:  # keeps nothing
             calls = tuple(replace(cost, stash=replace(cost.stash, new_bytes=0)) for cost in alone.costs)
             alone = replace(alone, costs=calls, held_bytes=0, output_bytes=0)
-        walked = walk_memory(plan.packs, tasks, alone, dict.fromkeys(joint, costs), group.shared_losses)
+        from_host = policy.slices_from_host and compose is not compose_evaluation
+        walked = walk_memory(plan.packs, tasks, alone, dict.fromkeys(joint, costs), group.shared_losses, from_host)
         peaks = tuple(plan.resident_bytes + peak for peak in walked.device_peaks)
         plan = replace(plan, policy=policy, tasks=tasks, micro_batches=len(group.all), rows=self._planner.rows)
         return replace(plan, activation_bytes=walked.activation_bytes, peak_bytes=max(peaks), device_peaks=peaks)

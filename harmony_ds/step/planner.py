@@ -69,6 +69,9 @@ count those that have no less than the second."""
 _FREE_PARTS, _MOST_FREE_PARTS = 32, 4
 """Parts of the budget; how many of them plans leave free at most for an allocator that is short of room again and again."""
 
+CutSizes = tuple[Sizes | None, Tiles]
+"""Rows and tokens that layer calls take."""
+
 
 class Planner:
     """Planner of one model: it measures micro-batches and searches for plans."""
@@ -80,6 +83,7 @@ class Planner:
         self._runtime = runtime
         self._settings = config.harmony
         self._saved = saved
+        self._slices_from_host = saved is not None and saved.policy.slices_from_host
         self._group_size = config.gradient_accumulation_steps
         self._element = ElementBytes(config.compute_dtype.itemsize, config.accumulation_dtype.itemsize)
         self._policy = Policy(
@@ -185,7 +189,7 @@ class Planner:
 
     def _plan_that_fits(self, sample: Sample) -> tuple[int, ...]:
         """Plan with whole calls; where nothing fits, with fewer rows at a time, or fewer tokens."""
-        before = self.sizes.wanted, self.tiles, self._sized, [*self._measured]
+        before = self._cuts_now, self.tiles, self._sized, [*self._measured]
         failure: DoesNotFitError | None = None
         for _ in self.cuts(sample):
             try:
@@ -193,10 +197,10 @@ class Planner:
             except DoesNotFitError as error:
                 failure = failure or error.with_traceback(None)
                 continue
-            if (self.sizes.wanted, self.tiles) != before[:2]:
+            if (self._cuts_now, self.tiles) != before[:2]:
                 self._tell_of_cuts(sample)
             return moved
-        self.sizes.wanted, tiles, self._sized, self._measured = before
+        (self.sizes.wanted, self._slices_from_host), tiles, self._sized, self._measured = before
         self._set_tiles(tiles)
         assert failure is not None
         raise failure
@@ -205,16 +209,17 @@ class Planner:
         """Cut layer calls further at each turn, as long as the caller finds no plan and the ds_config leaves it open.
 
         Rows come first: slices of half of them, a quarter, and so on; but not where the last layer and the loss, which is
-        over all rows, take most. Then tiles of tokens, beside whole rows and, last, beside slices. The caller puts the
-        costs of what it has tried into `tried`, and goes on to the next turn if that does not fit.
+        over all rows, take most. Then tiles of tokens, beside whole rows and, last, beside slices; then slices again, with
+        all that is between layers on the host. The caller puts the costs of what it has tried into `tried`, and goes on to
+        the next turn if that does not fit.
         """
-        whole = self.sizes.wanted
+        whole = self._cuts_now
         self._begin_try()
         yield
         of_whole = self.tried
         if of_whole is None or not head_takes_most(of_whole):  # the loss is over all rows
-            yield from self._in_slices(sample)
-            self._slice(whole)
+            yield from self._in_slices(sample, of_whole)
+            self._slice(*whole)
             self.tried = of_whole
         while (tiles := self.smaller_tiles(sample, self.tried)) is not None:
             self.cut_into(tiles)
@@ -222,6 +227,19 @@ class Planner:
             yield
         if self.tiles.cut:
             yield from self._in_slices(sample)
+        if self._may_take_slices_from_host:
+            self._slice(WHOLE, slices_from_host=True)
+            yield from self._in_slices(sample, of_whole)
+
+    @property
+    def cut_sizes(self) -> CutSizes:
+        """The sizes in force: results are the same to the bit as long as these are."""
+        return self.sizes.wanted, self.tiles
+
+    @property
+    def _cuts_now(self) -> tuple[Sizes | None, bool]:
+        """Rows of layer calls, and whether slices take theirs from the host."""
+        return self.sizes.wanted, self._slices_from_host
 
     def _begin_try(self) -> None:
         """Forget the costs of the try before: this one's may not come to be known."""
@@ -234,29 +252,48 @@ class Planner:
             self._settings.micro_batch in ("config", "auto") or self._settings.tokens == "auto"
         )
 
-    def _in_slices(self, sample: Sample) -> Iterator[None]:
-        """Cut layer calls into slices of fewer rows at each turn."""
-        if self._settings.micro_batch != "config" or self._saved is not None:
+    @property
+    def _may_slice(self) -> bool:
+        """Whether the ds_config leaves open how many rows layer calls take."""
+        return self._settings.micro_batch == "config" and self._saved is None
+
+    @property
+    def _may_take_slices_from_host(self) -> bool:
+        """Whether one device, which groups micro-batches, may keep on the host all that waits between layers."""
+        settings = self._settings
+        return self._may_slice and settings.stash != "device" and settings.grouping and self._runtime.device.count == 1
+
+    def _in_slices(self, sample: Sample, of_whole: CostTable | None = None) -> Iterator[None]:
+        """Cut layer calls into slices of fewer rows at each turn.
+
+        Args:
+            of_whole: costs of calls that are not cut. Slices whose share of these is more than the budget are not tried.
+        """
+        if not self._may_slice:
             return
         rows, most_bytes = self._runtime.world.max("rows to cut", sample.rows), float("inf")
+        room_bytes = self._runtime.world.max("room for slices", self._runtime.device.budget_bytes or 0)
+        whole_bytes = 0 if of_whole is None else of_whole.layer_bytes
         now = self.sizes.wanted or WHOLE
         size = min(now.forward or rows, rows)
         while size > 1:
             size = -(-size // 2)
-            self._slice(Sizes(size, size))
+            if size > 1 and whole_bytes * size > room_bytes * rows:
+                continue
+            self._slice(Sizes(size, size), self._slices_from_host)
             self._begin_try()
             yield
-            if not self.profiler.rows(Sizes(size, size)).cuts:
+            if not self._runtime.world.any("cut into slices", self.profiler.rows(Sizes(size, size)).cuts):
                 return
             if self.tried is not None:
                 if self.tried.working_bytes > _LESS_WITH_HALF * most_bytes:
                     return
                 most_bytes = self.tried.working_bytes
 
-    def _slice(self, sizes: Sizes | None) -> None:
+    def _slice(self, sizes: Sizes | None, slices_from_host: bool = False) -> None:
         """Cut layer calls into slices of `sizes` from now on; forget what was measured in others."""
-        if sizes != self.sizes.wanted:
-            self.sizes.wanted = sizes
+        if (sizes, slices_from_host) != self._cuts_now:
+            self.sizes.wanted, self._slices_from_host = sizes, slices_from_host
             self._sized = None
             self._measured.clear()
 
@@ -264,7 +301,8 @@ class Planner:
         """Log what runs in slices of rows or in tiles of tokens."""
         tiles, parts = self.tiles_in_use, []
         if self.rows.cuts:
-            parts.append(f"layer calls take slices of {self.rows.backward} rows (harmony.micro_batch)")
+            source = " from the host" if self._slices_from_host else ""
+            parts.append(f"layer calls take slices of {self.rows.backward} rows{source} (harmony.micro_batch)")
         if tiles.head:
             heads = [layer for layer, is_head in self._runtime.layer_calls.tiles.heads.items() if is_head]
             names = ", ".join(self.graph.layers[layer].name for layer in heads)
@@ -308,7 +346,7 @@ class Planner:
             self._set_tiles(tiles)
             self._measured.clear()  # so that the next micro-batch is measured, and planned for
         if self._settings.micro_batch == "config":
-            self._slice(sizes)
+            self._slice(sizes, policy.get("slices_from_host", False))
 
     def smaller_tiles(self, sample: Sample, costs: CostTable | None) -> Tiles | None:
         """Return the tiles to try where those in force do not fit; None: there are none, or the ds_config names them.
@@ -321,7 +359,7 @@ class Planner:
         """
         if self._settings.tokens != "auto" or self._saved is not None:
             return None
-        now, seen, most = self.tiles, self.tiles_in_use, _most_tokens(sample)
+        now, seen, most = self.tiles, self.tiles_in_use, self._runtime.world.max("tokens to cut", _most_tokens(sample))
         head = None if now.head and not seen.head else _next_smaller(_HEAD_TILES, now.head, most)
         layers = None if now.layers and not seen.layers else _next_smaller(_LAYER_TILES, now.layers, most)
         cuts_head = head is not None and (not now.head or layers is None)
@@ -501,6 +539,7 @@ class Planner:
         """Return what is asked of the search for a plan, which is to leave `left_free_bytes` of the budget free."""
         budget = self._runtime.device.budget_bytes
         beside = self._set_aside_bytes + self._shared_loss_bytes + left_free_bytes
+        from_host = self._slices_from_host and sizes.cut
         return PlanRequest(
             settings=self._settings,
             micro_batches=-(-group_size // sizes.joined_count),
@@ -510,6 +549,9 @@ class Planner:
             exchange_bytes=self._runtime.world.reduce_bytes(self._runtime.device),
             policy=replace(
                 self._policy,
+                prefetch=self._policy.prefetch and not from_host,
+                crossing_on_host=from_host,
+                slices_from_host=from_host,
                 joined_count=sizes.joined_count,
                 forward_rows=sizes.forward,
                 backward_rows=sizes.backward,

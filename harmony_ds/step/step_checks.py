@@ -19,6 +19,7 @@ from harmony_ds.optim.host_optimizer import Hyper
 from harmony_ds.profiling.passes import ModelPasses
 from harmony_ds.step.context import StepContext
 from harmony_ds.step.pending_micro_batch import PendingMicroBatch
+from harmony_ds.step.planner import CutSizes, Planner
 from harmony_ds.step.samples import called_as, sample_of
 from harmony_ds.step.shared_loss import LossMember, SharedLoss
 
@@ -65,7 +66,10 @@ def check_grouping(context: StepContext, losses: Sequence[SharedLoss]) -> bool:
     in_tiles = context.planner.tiles_in_use.head > 0
     if world.any("compare no tiles", in_tiles and any(len(loss.members) > 1 for loss in losses)):
         return True  # what the last layer gives in one forward pass is gone when the next one has run
-    is_alike = close if joins_calls else comparison(runtime.device.torch_device)
+    is_alike = close
+    if not joins_calls:
+        exact = comparison(runtime.device.torch_device)
+        is_alike = partial(_is_alike, context.planner, context.planner.cut_sizes, exact)
     context.state.free_device()
     passes = ModelPasses(runtime, context.state.layers, context.planner.profiler.unlayered, context.planner.rows)
     saw_unmeasured = False
@@ -93,6 +97,19 @@ def _add_outputs(member: LossMember, collected: dict[LossMember, Any], outputs: 
     if any(other not in collected for other in member.loss.members):
         return None
     return member.loss.sum(collected, detached=True)[0]
+
+
+def _is_alike(
+    planner: Planner, cut_sizes: CutSizes, exact: Callable[[Tensor, Tensor], bool], alone: Tensor, loss: Tensor
+) -> bool:
+    """Return whether two losses are the same; to rounding if calls have been cut further since the first one was made.
+
+    Those of layers that draw random numbers cannot be compared then: slices and tiles draw others.
+    """
+    if planner.cut_sizes == cut_sizes:
+        return exact(alone, loss)
+    _, tiles = cut_sizes
+    return bool(planner.rows.drawing) or planner.tiles != tiles or close(alone, loss)
 
 
 def _check_loss(

@@ -87,9 +87,9 @@ def several_passages(call: Any, x: list[Tensor]) -> Tensor:
 PROGRAMS: list[LossOf] = [one_input, two_inputs_joined, two_passes, several_passages]
 
 
-def data(rows: int = ROWS) -> list[list[Tensor]]:
+def data(rows: int = ROWS, tokens: int = TOKENS) -> list[list[Tensor]]:
     source = torch.Generator().manual_seed(7)
-    return [[torch.randint(50, (rows, TOKENS), generator=source) for _ in range(2)] for _ in range(STEPS)]
+    return [[torch.randint(50, (rows, tokens), generator=source) for _ in range(2)] for _ in range(STEPS)]
 
 
 def assert_close(found: nn.Module, expected: nn.Module) -> None:
@@ -103,10 +103,15 @@ def peak_of(engine: HarmonyEngine) -> int:
     return memory.planned_peak_bytes
 
 
-def smallest_bytes(program: LossOf, harmony: dict[str, Any], model: nn.Module | None = None) -> int:
+def smallest_bytes(
+    program: LossOf,
+    harmony: dict[str, Any],
+    model: nn.Module | None = None,
+    batches: list[list[Tensor]] | None = None,
+) -> int:
     """Return the device bytes of the smallest plan with these settings."""
     with engine_for(model or Encoder(), sgd, config_of(1, harmony={**SMALLEST, **harmony})) as engine:
-        loop_with(engine, data()[:1], program)
+        loop_with(engine, (batches or data())[:1], program)
         return peak_of(engine)
 
 
@@ -120,6 +125,26 @@ def test_what_does_not_fit_whole_is_cut_by_default(program: LossOf) -> None:
         losses, ratios = loop_with(engine, data(), program)
         assert engine.plan is not None and 0 < engine.plan.policy.backward_rows < ROWS
         assert peak_of(engine) <= budget
+    assert losses == pytest.approx(expected, rel=TOLERANCE)
+    assert set(ratios) == {1.0}
+    assert_close(model, plain)
+
+
+@pytest.mark.parametrize(("program", "part"), [(one_input, 8), (two_inputs_joined, 8), (two_passes, 7)])
+def test_an_eighth_of_a_layer_call_is_enough(program: LossOf, part: int) -> None:
+    """Beside the weights of a layer, their gradients, and those of one slice. Of two passes a call has the rows of one, and
+    what they share takes a little more.
+    """
+    batches, plain, model = data(ROWS, 16), Encoder(), Encoder()
+    whole = smallest_bytes(one_input if program is two_passes else program, {}, batches=batches)
+    weights = 3 * sum(parameter.nbytes for parameter in model.blocks[0].parameters())
+    budget = (whole - weights) // part + weights
+    expected = loop_plainly(plain, batches, 1, program, clip=1.0)
+    config = config_of(1, clip=1.0, harmony={"device_memory_gib": budget / 2**30})
+    with engine_for(model, sgd, config) as engine:
+        losses, ratios = loop_with(engine, batches, program)
+        assert engine.plan is not None and engine.plan.policy.slices_from_host
+        assert engine.memory_report().device_peak_bytes == engine.plan.peak_bytes <= budget
     assert losses == pytest.approx(expected, rel=TOLERANCE)
     assert set(ratios) == {1.0}
     assert_close(model, plain)
@@ -173,14 +198,15 @@ def test_a_run_that_goes_on_repeats_the_slices(tmp_path: Path) -> None:
     assert all(map(torch.equal, first.parameters(), second.parameters()))
 
 
-def test_dropout_in_slices_is_the_same_in_every_run() -> None:
-    budget = smallest_bytes(one_input, {}) // 3
+@pytest.mark.parametrize("program", [one_input, two_passes])
+def test_dropout_in_slices_is_the_same_in_every_run(program: LossOf) -> None:
+    budget = smallest_bytes(program, {}) // 3
     losses = []
     for _ in range(2):
         model = Encoder()
         for block in model.blocks:
             block.down = nn.Sequential(block.down, nn.Dropout(0.3))
         with engine_for(model, sgd, config_of(1, harmony={"device_memory_gib": budget / 2**30})) as engine:
-            losses.append(loop_with(engine, data(), one_input)[0])
+            losses.append(loop_with(engine, data(), program)[0])
             assert engine.plan is not None and engine.plan.policy.backward_rows > 0
     assert losses[0] == losses[1]

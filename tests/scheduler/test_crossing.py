@@ -283,3 +283,57 @@ def test_a_single_pack_has_no_crossing_tensors() -> None:
     packing: Packing = reused(packs_of(True))
     assert CrossingBytes(packing, VALUES).unstashed_bytes(packing) == 0
     assert set("XYVZ").isdisjoint(text(compose_step(packing, Group.with_fresh(4), MOVED)))
+
+
+# ---- slices that take their inputs from the host
+
+FROM_HOST = replace(MOVED, slices_from_host=True)
+SLICED = replace(
+    COSTS,
+    costs=(replace(COST, stash=StashBytes(new_bytes=CROSSING, slice_bytes=1_000)),) * CALLS,
+    in_slices=True,
+    loss_bytes=40_000,
+    end_bytes=300,
+)
+
+
+def sliced_plan(micro_batches: int, policy: Policy, shared_losses: tuple[tuple[int, ...], ...] = ()) -> Plan:
+    packing = Packer(GRAPH, SLICED, FP32).packing((0, 3, CALLS))
+    group = Group(tuple(range(micro_batches)), shared_losses=shared_losses)
+    tasks = compose_step(packing, group, policy)
+    validate(packing, tasks, group, policy)
+    return replace(make_plan(packing, SLICED, request(None, micro_batches), policy), tasks=tasks)
+
+
+def test_what_slices_take_from_the_host_leaves_at_once_and_comes_back_in_their_runs() -> None:
+    alone, two = sliced_plan(1, FROM_HOST), sliced_plan(2, FROM_HOST, ((0, 1),))
+    assert text(alone.tasks) == "I0 F0.0 S0.0 E0 I1 L1.0 O1 G1 U1 E1 I0 B0.0 O0 G0 U0 E0"
+    assert text(two.tasks) == (
+        "I0 F0.0 S0.0 X0.0 F0.1 S0.1 X0.1 E0 I1 Y1.0 F1.0 S1.0 Y1.1 L1.1 V1.1 B1.0 V1.0 O1 G1 U1 E1 "
+        "I0 Z0.1 B0.1 Z0.0 B0.0 O0 G0 U0 E0"
+    )
+
+
+def test_slices_from_the_host_hold_one_slice_of_the_stash() -> None:
+    plan = sliced_plan(1, FROM_HOST)
+    at = dict(zip(map(str, plan.tasks), plan.activation_bytes, strict=True))
+    first, last = (pack.gradient_bytes for pack in plan.packs)
+    assert at["B0.0"] == 10 + 1_000 + COST.backward.peak_bytes + first
+    assert at["L1.0"] == SLICED.loss_bytes + last  # without its stash
+    assert at["S0.0"] == 3 * CROSSING + CROSSING + 10
+    assert at["O1"] == 10 + COST.backward.input_gradient_bytes + last
+    staying = sliced_plan(1, replace(FROM_HOST, slices_from_host=False))
+    at_most = dict(zip(map(str, staying.tasks), staying.activation_bytes, strict=True))
+    assert at_most["B0.0"] == at["B0.0"] - 1_000 + 3 * CROSSING + last  # which is on its way out
+
+
+def test_slices_from_the_host_move_all_of_the_stash_both_ways() -> None:
+    swaps = swaps_of(sliced_plan(2, FROM_HOST), SLICED)
+    assert (swaps.stash_in, swaps.stash_out) == (2 * CALLS * CROSSING, 2 * CALLS * CROSSING - 2 * CROSSING)
+    assert waiting_of(sliced_plan(2, FROM_HOST), SLICED).stash_bytes == 2 * CALLS * CROSSING
+
+
+@pytest.mark.parametrize("machine", [CPU, GPU])
+def test_copies_of_slices_are_not_hidden(machine: object) -> None:
+    ms = [simulate(sliced_plan(4, policy), SLICED, machine).step_ms for policy in (MOVED, FROM_HOST)]  # type: ignore[arg-type]
+    assert ms[0] < ms[1]

@@ -34,7 +34,8 @@ def validate(packing: Packing, tasks: tuple[Task, ...], group: Group, policy: Po
     is kept stays until that has been propagated through, and is not recomputed. Of several devices that one process
     drives, a micro-batch is moved to the device of the pack that it passes next, once, before it does. Those that share a
     loss go through the last pack forward, then the last of them turns there, and the others go back after it. What waits
-    between two packs leaves after the one and comes back before the other, forward as values and back as gradients.
+    between two packs leaves after the one and comes back before the other, forward as values and back as gradients. Slices
+    that come from the host need no stash on the device.
     """
     _require(
         tied_closure(packing, policy.resident) == policy.resident, "a resident pack shares a parameter with another"
@@ -174,7 +175,8 @@ class _Walk:
         _require(fused == (task.kind is TaskKind.FUSED), "fused where it must not be, or not fused where it must")
         kept = (task.pack, task.micro_batch) in self._graphs
         _require(kept == (task.kind is TaskKind.BACKWARD_FROM_GRAPH), "recomputed though its graph is kept, or not")
-        _require(self._away.isdisjoint(self._stashes(task)), "its stash is on the host")
+        by_slices = self._policy.slices_from_host  # what comes back is in the run
+        _require(by_slices or self._away.isdisjoint(self._stashes(task)), "its stash is on the host")
         _require(self._backward[task.micro_batch][:1] == [task.pack], "out of backward order")
         self._backward[task.micro_batch].pop(0)
         self._graphs.discard((task.pack, task.micro_batch))
