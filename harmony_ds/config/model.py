@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 
 from deepspeed.comm.config import CommsLoggerConfig
 from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
-from deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig
 from deepspeed.runtime.activation_checkpointing.config import DeepSpeedActivationCheckpointingConfig
 from deepspeed.runtime.config import get_communication_data_type
 from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
@@ -40,7 +39,6 @@ def _communicated(name: str) -> str:
     return name.lower()
 
 
-_FlopsProfiler = _checked_by_type("FlopsProfiler", DeepSpeedFlopsProfilerConfig({}))
 _ActivationCheckpointing = _checked_by_type("ActivationCheckpointing", DeepSpeedActivationCheckpointingConfig({}))
 _Dtype = Literal[
     "fp32", "float32", "float", "torch.float32", "bf16", "bfloat16", "torch.bfloat16", "fp16", "float16", "half",
@@ -83,6 +81,16 @@ class _Checkpoint(_Block):
     parallel_write: dict[Literal["pipeline_stage"], bool] = {}
     checkpoint_serialization: bool = True
     writer: dict[str, Any] | None = None
+
+
+class _FlopsProfiler(_Block):
+    enabled: bool = False
+    recompute_fwd_factor: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    profile_step: Annotated[StrictInt, Field(ge=0)] = 1
+    module_depth: Annotated[StrictInt, Field(ge=-1)] = -1
+    top_modules: Annotated[StrictInt, Field(ge=1)] = 1
+    detailed: bool = True
+    output_file: StrictStr | None = None
 
 
 class _Timers(_Block):
@@ -130,7 +138,7 @@ class DsConfig(_Block):
     vocabulary_size: Any = None
     pipeline: dict[str, Any] | None = None
     comms_logger: CommsLoggerConfig = CommsLoggerConfig()
-    flops_profiler: _FlopsProfiler = _FlopsProfiler()  # type: ignore[valid-type]
+    flops_profiler: _FlopsProfiler = _FlopsProfiler()
     activation_checkpointing: _ActivationCheckpointing = _ActivationCheckpointing()  # type: ignore[valid-type]
     aio: dict[str, Any] | None = None
     harmony: HarmonySettings = HarmonySettings()

@@ -14,9 +14,10 @@ from harmony_ds.config import Config
 from harmony_ds.config.engine_settings import EngineSettings
 from harmony_ds.distributed.process_group import init_distributed
 from harmony_ds.errors import ConfigError
+from harmony_ds.reporting.profiled_engine import ProfiledEngine
 from harmony_ds.reporting.reporter import Reporter
 from harmony_ds.step.engine_state import EngineState
-from harmony_ds.step.step_record import StepRecord
+from harmony_ds.step.step_record import MeasuredStep, StepRecord
 from harmony_ds.step.steps import Steps
 
 _logger = logging.getLogger("harmony_ds.progress")
@@ -81,6 +82,17 @@ class StepLog:
             _logger.info("time (ms) | step: %.2f", last.step_ms)
         if self._memory:
             _logger.info("%s", self._reporter.memory_report())
+        if steps.context.flop_counts is not None:
+            steps.context.flop_counts.print_table(self._profiled_engine(steps, last), number, self._settings.now.values)
+            steps.context.flop_counts = None
+
+    def _profiled_engine(self, steps: Steps, last: MeasuredStep) -> ProfiledEngine:
+        """Return what DeepSpeed's table says of the engine, with the times of one micro-batch of the step."""
+        costs = self._planner.costs[1]
+        forward_ms = costs.head_ms + sum(cost.forward_ms for cost in costs.costs)
+        backward_ms = costs.tail_ms + sum(cost.backward_ms for cost in costs.costs if cost.needs_backward)
+        micro_batch_ms = last.step_ms / max(1, last.micro_batches)
+        return ProfiledEngine(self._settings, self._processes, forward_ms, backward_ms, micro_batch_ms)
 
     def write_loss(self, name: str, loss: Tensor, samples: int) -> None:
         """Write the mean of a `train_batch` ("train_loss") or `eval_batch` to the monitors, as DeepSpeed's pipeline."""

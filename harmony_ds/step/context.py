@@ -14,6 +14,7 @@ from harmony_ds.errors import ModelError, UsageError
 from harmony_ds.model.engine_parameter import ParameterLinks
 from harmony_ds.optim.optimizer_override import OptimizerOverride
 from harmony_ds.optim.updater import NormOptions
+from harmony_ds.profiling.flops import FlopCounts
 from harmony_ds.runtime.executor import Executor
 from harmony_ds.runtime.runtime import Runtime
 from harmony_ds.step.allocator_retries import AllocatorRetries
@@ -46,6 +47,7 @@ class StepContext:
         step_gradients: between two steps, as the program reads and changes them.
         record: measurements of the last steps.
         seed: of all random numbers.
+        flop_counts: of the open step, if the ds_config's flops_profiler asks for a table of it.
     """
 
     model: nn.Module
@@ -67,6 +69,7 @@ class StepContext:
     counters: Counters = field(default_factory=Counters)
     output_kinds: OutputKinds = field(default_factory=OutputKinds)
     first_steps: FirstSteps = field(default_factory=FirstSteps)
+    flop_counts: FlopCounts | None = None
 
     @property
     def runtime(self) -> Runtime:
@@ -92,6 +95,13 @@ class StepContext:
     def health(self) -> EngineHealth:
         """Whether the engine can go on."""
         return self.state.health
+
+    @property
+    def is_profiled_step(self) -> bool:
+        """Whether the ds_config's flops_profiler asks for a table of the open step, from this process."""
+        values = self.settings.now.values
+        is_due = self.counters.global_steps == values["flops_profiler.profile_step"]
+        return is_due and values["flops_profiler.enabled"] and self.world.rank == 0
 
     # ---- what the model's forward does
 

@@ -12,6 +12,9 @@ from harmony_ds.errors import BatchError
 from harmony_ds.model.intercept import Autocast
 from harmony_ds.model.random_streams import micro_batch_seed
 from harmony_ds.model.trees import map_tensors
+from harmony_ds.profiling import flops
+from harmony_ds.profiling.flops import FlopCounts
+from harmony_ds.profiling.passes import ModelPasses
 from harmony_ds.profiling.sample import Sample
 from harmony_ds.runtime.micro_batch import MicroBatch
 from harmony_ds.step.context import StepContext
@@ -75,6 +78,23 @@ def measure(context: StepContext, pending: PendingMicroBatch, queued: Iterable[P
         for one in queued:
             if one.micro_batch.forwarded:
                 one.micro_batch.move(moved)
+
+
+def count_flops(context: StepContext, pending: PendingMicroBatch) -> FlopCounts:
+    """Run DeepSpeed's flops profiler over a forward pass of `pending`, of which nothing else is left."""
+    state, planner = context.state, context.planner
+    factor = context.settings.now.values["flops_profiler.recompute_fwd_factor"]
+    passes = ModelPasses(state.runtime, state.layers, planner.graph.unlayered)
+    with called_as(pending, context):
+        context.health.check_usable()
+        state.free_device()
+        counts = flops.count_flops(context.model, passes, sample_of(pending, context), factor)
+    costs = planner.costs[1]
+    forward_ms = [0.0] * len(state.layers)
+    for layer, cost in zip(costs.calls, costs.costs, strict=True):
+        forward_ms[layer] += cost.forward_ms
+    counts.set_layer_times(state.layers, forward_ms)
+    return counts
 
 
 @contextmanager

@@ -47,7 +47,7 @@ from harmony_ds.step.pending import OutputsGiven
 from harmony_ds.step.pending_micro_batch import PROPAGATED_ALREADY, RUN_ALONE, LossFunction, PendingMicroBatch, Stage
 from harmony_ds.step.recovery import Recovery, end_engine
 from harmony_ds.step.run import Run, RunKind, finish_run, plan_run, running
-from harmony_ds.step.samples import measure, new_micro_batch
+from harmony_ds.step.samples import count_flops, measure, new_micro_batch
 from harmony_ds.step.shared_loss import SharedLoss
 from harmony_ds.step.step_checks import check_grouping, check_same_step
 from harmony_ds.step.transitions import Impossible, StepEvent, StepState, Transition, Transitions
@@ -195,6 +195,8 @@ class Step:
         if not self.micro_batches and context.forward_changes_buffers:
             buffers = persistent_buffers(context.model)
             self.buffers_before = {name: buffer.detach().clone() for name, buffer in buffers.items()}
+        if not self.micro_batches and context.is_profiled_step:
+            context.flop_counts = count_flops(context, pending)
         self.micro_batches.append(pending)
         self._called += 1
         if context.forward_runs_at_calls:

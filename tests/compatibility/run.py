@@ -49,6 +49,7 @@ def ask(engine: str) -> dict[str, Any]:
         scenes_more.sizes_and_contexts(api, script)
         scenes_more.data(api, script)
         scenes_more.monitors(api, script, folder)
+        scenes_more.profiles(api, script, folder)
         scenes_more.partitions(api, script)
         (folder / "checkpoints").mkdir()
         scenes_checkpoint.checkpoints(api, script, folder / "checkpoints")

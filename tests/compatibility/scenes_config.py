@@ -80,7 +80,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "gradient_allreduce_op='sum' is not supported with ZeRO stage 3",
     ),
     "compression_training": ({**MICRO, "compression_training": {"weight_quantization": {}}}, "ompression"),
-    "flops_profiler": ({**MICRO, "flops_profiler": {"enabled": True}}, "FLOPs"),
 }
 
 

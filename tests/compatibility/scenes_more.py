@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import logging
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -230,6 +231,27 @@ def monitors(api: Api, script: Script, folder: Path) -> None:
             "wall_clock_breakdown: names of get_wall_clock_timers()", lambda: sorted(engine.get_wall_clock_timers())
         )
     script.row("init_distributed: rank and world", lambda: distributed(api))
+
+
+def profiles(api: Api, script: Script, folder: Path) -> None:
+    """The table of the flops profiler: what it counts, as deep and as far down as it was asked to."""
+    shapes: dict[str, dict[str, Any]] = {
+        "": {},
+        "module_depth 1, detailed false": {"module_depth": 1, "detailed": False},
+        "top_modules 2, recompute_fwd_factor 1": {"top_modules": 2, "recompute_fwd_factor": 1.0},
+    }
+    for name, more in shapes.items():
+        script.row(f"flops_profiler: {name or 'its table'}", lambda more=more: counted(api, folder, more))
+
+
+def counted(api: Api, folder: Path, more: dict[str, Any]) -> list[str]:
+    """Return the lines of the table that `flops_profiler` writes of the second step, without times."""
+    file = folder / api.name / "flops.txt"
+    profiler = {"enabled": True, "profile_step": 1, "output_file": str(file), **more}
+    with api.engine(config(1, flops_profiler=profiler)) as engine:
+        train(engine, 3)
+    lines = [line for line in file.read_text().splitlines() if "latency" not in line or "% MACs" in line]
+    return [re.split(r"second|MACs, .* latency", line)[0] for line in lines if "FLOPS per GPU" not in line]
 
 
 def distributed(api: Api) -> list[Any]:

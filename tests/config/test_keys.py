@@ -139,7 +139,7 @@ def test_a_rule_holds_for_all_names_of_a_key_and_all_keys_of_a_block() -> None:
     assert rule_of("zero_optimization.stage3_max_live_parameters") is RULES["zero_optimization.max_live_parameters"]
     assert rule_of("bfloat16.immediate_grad_update") is RULES["bf16.immediate_grad_update"]
     assert rule_of("aio.block_size") is RULES["aio"]
-    assert rule_of("flops_profiler.enabled") is not rule_of("flops_profiler.detailed")
+    assert rule_of("flops_profiler.profile_step") is not rule_of("flops_profiler.detailed")
     assert rule_of("fp16.enabled") is None
 
 
