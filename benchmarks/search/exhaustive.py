@@ -39,7 +39,7 @@ class Exhaustive:
         self._model = model
         self._bounds = TimeBounds(model.costs, model.machine, model.request)
         self._peaks = PeakBounds(model.costs, model.request)
-        self._estimator = CandidateEstimator(model.costs, model.machine, model.request)
+        self._estimator = CandidateEstimator(model.costs, model.request)
         self._budget = model.request.budget_bytes or 0
         self.plans = 0
         self.simulated = 0

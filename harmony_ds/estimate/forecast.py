@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from harmony_ds.estimate.survey import Survey, frugal_policy, update_cost
 from harmony_ds.offload.disk_weights import HOST_BYTES
 from harmony_ds.scheduler.allocator_fit import beside_uploads, is_replayed, leaving, search_fitting
-from harmony_ds.scheduler.choose import PlanRequest, make_plan
+from harmony_ds.scheduler.choose import PlanRequest
 from harmony_ds.scheduler.costs import CostTable
+from harmony_ds.scheduler.estimator import CandidateEstimator
 from harmony_ds.scheduler.host_room import cast_bytes, waiting_of
 from harmony_ds.scheduler.joining import Advice, JoinedCosts, advise
 from harmony_ds.scheduler.plan import Plan
@@ -101,6 +102,8 @@ class Forecast:
 
 _CHOICES = 10
 """Plans among which the allocator's needs decide."""
+_MOST_LISTED = 1024
+"""Of a step with more micro-batches than this, a forecast walks a few that stand for all: its plan is never run."""
 
 
 def forecast(survey: Survey, host_budget_bytes: int | None = None) -> Forecast:
@@ -109,7 +112,7 @@ def forecast(survey: Survey, host_budget_bytes: int | None = None) -> Forecast:
     Raises:
         DoesNotFitError: no plan fits the device.
     """
-    request = survey.request
+    request = replace(survey.request, most_listed=_MOST_LISTED)
     if host_budget_bytes is not None:
         left = max(0, host_budget_bytes - sum(_state_bytes(survey).values()))
         request = replace(request, host_bytes=left // request.policy.devices)
@@ -153,7 +156,8 @@ def joining(now: Forecast) -> Advice | None:
     if survey.request.settings.micro_batch != "config" or not survey.may_join:
         return None
     joined = JoinedCosts(survey.graph, survey.costs, survey.profile.machine, survey.element)
-    return advise(now.choice, survey.profile.tables[-1][0], survey.request, joined)
+    request = replace(survey.request, most_listed=_MOST_LISTED)
+    return advise(now.choice, survey.profile.tables[-1][0], request, joined)
 
 
 def changes(now: Forecast) -> dict[str, float]:
@@ -176,7 +180,7 @@ def _with_faster_hardware(now: Forecast) -> Iterator[tuple[str, float]]:
 
 def _items_per_s(now: Forecast, costs: CostTable, machine: Machine) -> float:
     """Return the items per second of the plan that `now` has, at other costs or rates."""
-    return now.items_per_step / simulate(now.plan, costs, machine).step_ms * 1e3
+    return now.items_per_step / simulate(now.plan, costs, machine, now.choice.counts).step_ms * 1e3
 
 
 def _with_link_twice_as_fast(machine: Machine) -> Machine:
@@ -217,13 +221,13 @@ def _with_longer_step(now: Forecast) -> Iterator[tuple[str, float]]:
 
     Where the plan's policy then takes too much device memory, it is simulated with more frugal ones.
     """
-    survey, policy = now.survey, now.plan.policy
-    request = replace(survey.request, micro_batches=2 * survey.request.micro_batches)
+    survey, policy, machine = now.survey, now.plan.policy, now.survey.profile.machine
+    request = replace(survey.request, micro_batches=2 * survey.request.micro_batches, most_listed=_MOST_LISTED)
     frugal = frugal_policy(policy, request)
     for used in (policy, frugal, replace(frugal, prefetch=False)):
-        plan = make_plan(now.plan.packing, survey.costs, request, used)
-        if request.budget_bytes is None or plan.peak_bytes <= request.budget_bytes:
-            step_ms = simulate(plan, survey.costs, survey.profile.machine).step_ms
+        planned = CandidateEstimator(survey.costs, request).plan(now.plan.packing, used)
+        if request.budget_bytes is None or planned.plan.peak_bytes <= request.budget_bytes:
+            step_ms = simulate(planned.plan, survey.costs, machine, planned.counts).step_ms
             rate = max(now.items_per_s, 2 * now.items_per_step / step_ms * 1e3)
             yield f"twice the micro-batches ({request.micro_batches * policy.joined_count})", rate
             return

@@ -33,8 +33,9 @@ from harmony_ds.profiling.profiler import IN_LAYERS, SEVERAL, TOKENS
 from harmony_ds.profiling.roofline import RooflineClock, on_meta
 from harmony_ds.profiling.sample import Sample
 from harmony_ds.runtime.micro_batch import loss_of
-from harmony_ds.scheduler.choose import PlanRequest, make_plan, may_move_crossing
+from harmony_ds.scheduler.choose import PlanRequest, may_move_crossing
 from harmony_ds.scheduler.costs import CostTable
+from harmony_ds.scheduler.estimator import CandidateEstimator
 from harmony_ds.scheduler.packing import ElementBytes, Packer
 from harmony_ds.scheduler.partition import uniform_bounds
 from harmony_ds.scheduler.plan import ALL_PACKS, Policy
@@ -196,7 +197,8 @@ def _smallest_peak_bytes(
     packer = Packer(graph, costs, element, request.policy)
     packing = packer.packing(uniform_bounds(len(graph.calls), request.settings.pack_layers or 1))
     policy = frugal_policy(replace(request.policy, prefetch=early), request)
-    return make_plan(packing, costs, request, policy).peak_bytes
+    estimator = CandidateEstimator(costs, request)
+    return max(estimator.stage_peaks(estimator.sample(packing, policy)))
 
 
 def frugal_policy(policy: Policy, request: PlanRequest) -> Policy:

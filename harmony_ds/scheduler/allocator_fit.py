@@ -66,8 +66,9 @@ def beside_uploads(request: PlanRequest, costs: CostTable) -> PlanRequest:
 
 
 def is_replayed(request: PlanRequest, costs: CostTable) -> bool:
-    """Return whether what such plans allocate is known: one device's, found by a thorough search."""
-    return request.thorough and request.policy.pipeline == 1 and costs.allocations is not None
+    """Return whether what such plans allocate is known: one device's, found by a thorough search, all tasks listed."""
+    is_listed = request.policy.pipeline == 1 and not request.is_sampled
+    return request.thorough and is_listed and costs.allocations is not None
 
 
 def search_fitting(

@@ -34,6 +34,8 @@ class PlanRequest:
             no bound: the host says itself what it lacks.
         policy: where tasks are placed; stash, kept and resident packs are decided by the search.
         thorough: whether neighbours of the best plans are tried, too; without, the search is quick.
+        most_listed: the most micro-batches of which a plan lists all tasks. A plan of more lists those of a few that stand
+            for all: it cannot be run. None: it lists all.
     """
 
     settings: HarmonySettings
@@ -45,6 +47,13 @@ class PlanRequest:
     exchange_bytes: int = 0
     host_bytes: int | None = None
     thorough: bool = True
+    most_listed: int | None = None
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether the plan lists the tasks of a few micro-batches that stand for all."""
+        is_steady = self.policy.grouping and self.policy.pipeline == 1
+        return self.most_listed is not None and self.micro_batches > self.most_listed and is_steady
 
     @property
     def budget(self) -> str:

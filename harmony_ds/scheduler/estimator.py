@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from harmony_ds.scheduler.choose import PlanRequest, resident_bytes
+from harmony_ds.scheduler.choose import PlanRequest, make_plan, resident_bytes
 from harmony_ds.scheduler.compose import Group, compose_step
 from harmony_ds.scheduler.costs import CostTable
 from harmony_ds.scheduler.lowering import run_ms
@@ -35,7 +35,7 @@ class SampledPlan:
 
     Attributes:
         plan: its tasks. Its peaks are not filled in, and its numbers of kept graphs are those among the few.
-        counts: how many micro-batches each one stands for.
+        counts: how many micro-batches each one stands for; empty: for itself.
     """
 
     plan: Plan
@@ -45,9 +45,8 @@ class SampledPlan:
 class CandidateEstimator:
     """Estimates of candidates for one request."""
 
-    def __init__(self, costs: CostTable, machine: Machine, request: PlanRequest) -> None:
+    def __init__(self, costs: CostTable, request: PlanRequest) -> None:
         self._costs = costs
-        self._machine = machine
         self._request = request
         self._walks = MemoryWalks(costs, request.policy.slices_from_host)
 
@@ -57,7 +56,7 @@ class CandidateEstimator:
         # Waves do not grow evenly with micro-batches: they are walked in full.
         counts = (1,) * wanted if policy.pipeline > 1 else _counts(wanted, policy.graphs)
         graphs = tuple(_sampled_count(counts, count) for count in policy.graphs)
-        policy = replace(policy, graphs=graphs)
+        policy = replace(policy, graphs=graphs, swap_in_delays=())  # which count the runs of all
         tasks = compose_step(packing, Group.with_fresh(len(counts)), policy)
         several = wanted if policy.grouping else len(counts)
         return SampledPlan(Plan(packing, policy, tasks, several, 0, 0), counts)
@@ -81,6 +80,25 @@ class CandidateEstimator:
         base = resident_bytes(packing, plan.policy, self._request)
         return [base + peak for peak in peaks]
 
+    def plan(self, packing: Packing, policy: Policy) -> SampledPlan:
+        """Return the plan as it is requested, with its peaks: over all micro-batches, or over a few that stand for all."""
+        if not self._request.is_sampled:
+            return SampledPlan(make_plan(packing, self._costs, self._request, policy), ())
+        sampled = self.sample(packing, policy)
+        stays = resident_bytes(packing, policy, self._request)
+        walked = self._walks.walk(packing.packs, sampled.plan.tasks, sampled.counts)
+        peaks = tuple(stays + peak for peak in walked.device_peaks)
+        plan = replace(
+            sampled.plan,
+            policy=policy,
+            resident_bytes=stays,
+            peak_bytes=max(peaks),
+            calls=self._costs.calls,
+            activation_bytes=walked.activation_bytes,
+            device_peaks=peaks,
+        )
+        return SampledPlan(plan, sampled.counts)
+
     def least_step_ms(self, packing: Packing, policy: Policy) -> float:
         """Return a time that no step is shorter than: computing alone, on the device that computes most."""
         counts = dict(enumerate(policy.graphs))
@@ -98,16 +116,16 @@ class CandidateEstimator:
         """Return what a micro-batch adds in each pack."""
         return self._walks.view(packing.packs, stash_on_host=policy.stash_on_host > 0).packs
 
-    def step_ms(self, sampled: SampledPlan, pieces: int, wanted_ms: float = float("inf")) -> float:
+    def step_ms(self, sampled: SampledPlan, machine: Machine, pieces: int, wanted_ms: float = float("inf")) -> float:
         """Return the time of a step, the stash for a pack moving in so many pieces; infinite if it is more than wanted."""
         plan, counts = sampled.plan, sampled.counts
         if plan.policy.grouping or len(counts) == self._request.micro_batches:
             counts = counts if plan.policy.grouping else ()
-            return step_ms(plan, self._costs, self._machine, counts, pieces, wanted_ms)
+            return step_ms(plan, self._costs, machine, counts, pieces, wanted_ms)
         # One micro-batch after the other passes all packs, each as the one before it.
         fewer = replace(plan, micro_batches=plan.micro_batches - 1)
         fewer = replace(fewer, tasks=compose_step(plan.packing, Group.with_fresh(fewer.micro_batches), plan.policy))
-        with_all, with_fewer = (step_ms(one, self._costs, self._machine) for one in (plan, fewer))
+        with_all, with_fewer = (step_ms(one, self._costs, machine) for one in (plan, fewer))
         return with_all + (self._request.micro_batches - len(counts)) * (with_all - with_fewer)
 
     def swapped_bytes(self, sampled: SampledPlan) -> int:

@@ -19,9 +19,10 @@ updates. Where copies do not overlap with compute (the CPU device), all but upda
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
-from itertools import chain, groupby
+from itertools import groupby
+from typing import NamedTuple
 
 from harmony_ds.scheduler.costs import CostTable
 from harmony_ds.scheduler.events import Job
@@ -42,7 +43,13 @@ _ADDITION, _SCALING = 3.0, 2.0
 """Adding gradients up reads two and writes one, clipping them reads and writes one, where their norm reads one."""
 _BEFORE_UPDATES = -1
 """Priority on the update stream of norms and sums: before the updates of all packs that have calls."""
-_Tasks = tuple[Task, ...]
+
+
+class _Several(NamedTuple):
+    """Tasks of one kind through one pack, which one job does; `micro_batches`: how many they stand for."""
+
+    tasks: tuple[Task, ...]
+    micro_batches: int
 
 
 class Lowering:
@@ -65,9 +72,10 @@ class Lowering:
         self._steps = 0
         self._rounds = 1 if plan.policy.grouping else plan.micro_batches
         self.jobs: list[Job] = []
-        self.work: list[tuple[str, _Tasks]] = []
+        self.work: list[tuple[str, tuple[Task, ...]]] = []
         self._arrived: dict[int, int] = {}  # pack -> its swap-in, or what brings its shares together
-        self._stashed: dict[int, list[int]] = {}  # pack -> its stash's way back, by micro-batches that have not run yet
+        # pack -> what brings its stash back, and of how many micro-batches that have not run yet
+        self._stashed: defaultdict[int, deque[tuple[int, int]]] = defaultdict(deque)
         self._reduced: dict[int, int] = {}  # pack -> what adds its gradients up
         self._gone: dict[int, int] = {}  # pack -> its gradients' way out
         self._there: dict[int, int] = {}  # pack -> what its update waits for: that, or their sum on the host
@@ -95,18 +103,19 @@ class Lowering:
         first = len(self.jobs)
         self._steps += 1
         self._sent.clear()
-        for tasks in self._runs:
-            self._issue(tasks)
+        for several in self._runs:
+            self._issue(several)
         return range(first, len(self.jobs))
 
     # ---- one task
 
-    def _issue(self, tasks: _Tasks) -> None:
-        task, pack = tasks[0], self._plan.packs[tasks[0].pack]
+    def _issue(self, several: _Several) -> None:
+        task = several.tasks[0]
+        pack = self._plan.packs[task.pack]
         self._device = pack.device
         match task.kind:
             case kind if kind in RUNS:
-                self._run(tasks, pack)
+                self._run(several, pack)
             case TaskKind.SWAP_IN | TaskKind.GATHER:
                 self._arrived[task.pack] = self._weights_in(task, pack)
             case TaskKind.REDUCE | TaskKind.SWAP_OUT:
@@ -114,9 +123,9 @@ class Lowering:
             case TaskKind.FREE_GRADIENTS:
                 self._compute_after[pack.device].append(self._gone[task.pack])
             case TaskKind.STASH_OUT | TaskKind.STASH_IN:
-                self._move_stash(tasks, pack)
+                self._move_stash(several, pack)
             case kind if kind in _CROSSING_OUT or kind in _CROSSING_IN:
-                self._move_crossing(tasks, pack)
+                self._move_crossing(several, pack)
             case TaskKind.MOVE | TaskKind.MOVE_BACK:
                 self._move(task, self._moved_bytes[task.kind, task.pack])
             case TaskKind.NORM:
@@ -130,31 +139,33 @@ class Lowering:
         updates = tuple({self._updated[name] for name in pack.parameters if name in self._updated})
         nbytes = pack.swap_in_bytes(self._plan.policy.swaps_in_shares)
         issued = self._host((task,), self._machine.task_ms, updates)
-        return self._copy_in((task,), nbytes, (*issued, *updates), self._machine.disk_bytes_per_ms or math.inf)
+        return self._copy_in(
+            _Several((task,), 1), nbytes, (*issued, *updates), self._machine.disk_bytes_per_ms or math.inf
+        )
 
-    def _move_stash(self, tasks: _Tasks, pack: Pack) -> None:
+    def _move_stash(self, several: _Several, pack: Pack) -> None:
         if pack.device in self._leaving:
             # Compute goes on over the memory of the last stash that left only when its copy is done.
             self._compute_after[pack.device].append(self._leaving.pop(pack.device))
-        if tasks[0].kind is TaskKind.STASH_OUT:
-            left = self._leaving[pack.device] = self._copy_out(tasks, self._stash_moves.out_bytes(tasks[0]))
+        if several.tasks[0].kind is TaskKind.STASH_OUT:
+            left = self._leaving[pack.device] = self._copy_out(several, self._stash_moves.out_bytes(several.tasks[0]))
             self._stash_out[pack.device] = (left,)
         else:
-            issued = self._host(tasks, len(tasks) * self._machine.task_ms)
-            nbytes = self._stash_moves.in_bytes(tasks[0])
-            done = self._copy_in(tasks, nbytes, (*issued, *self._stash_out.get(pack.device, ())))
-            self._stashed.setdefault(pack.index, []).extend([done] * len(tasks))
+            issued = self._host(several.tasks, several.micro_batches * self._machine.task_ms)
+            nbytes = self._stash_moves.in_bytes(several.tasks[0])
+            done = self._copy_in(several, nbytes, (*issued, *self._stash_out.get(pack.device, ())))
+            self._stashed[pack.index].append((done, several.micro_batches))
 
-    def _move_crossing(self, tasks: _Tasks, pack: Pack) -> None:
-        nbytes, device = self._crossing_bytes.of(tasks[0]), pack.device
-        micro_batches = [task.micro_batch for task in tasks]
-        if tasks[0].kind in _CROSSING_OUT:
-            left = self._crossing_leaving[device] = self._copy_out(tasks, nbytes)
+    def _move_crossing(self, several: _Several, pack: Pack) -> None:
+        nbytes, device = self._crossing_bytes.of(several.tasks[0]), pack.device
+        micro_batches = [task.micro_batch for task in several.tasks]
+        if several.tasks[0].kind in _CROSSING_OUT:
+            left = self._crossing_leaving[device] = self._copy_out(several, nbytes)
             self._crossing_left.update(dict.fromkeys(micro_batches, left))
         else:
             copied = sorted({self._crossing_left[m] for m in micro_batches})
-            issued = self._host(tasks, len(tasks) * self._machine.task_ms)
-            back = self._copy_in(tasks, nbytes, (*issued, *copied))
+            issued = self._host(several.tasks, several.micro_batches * self._machine.task_ms)
+            back = self._copy_in(several, nbytes, (*issued, *copied))
             self._crossing_back.update(dict.fromkeys(micro_batches, back))
 
     def _move(self, task: Task, nbytes: int) -> None:
@@ -176,7 +187,7 @@ class Lowering:
             self._updates.append(done)
         else:
             duration = pack.update_elements / self._machine.device_update_elements_per_ms
-            done = self._compute((task,), duration, normed)
+            done = self._compute(_Several((task,), 1), duration, normed)
         self._updated.update(dict.fromkeys(pack.owned, done))
 
     def _before_update_ms(self, pack: Pack) -> float:
@@ -185,16 +196,15 @@ class Lowering:
             return _SCALING * pack.update_elements / self._machine.norm_elements_per_ms
         return self._machine.host_norm_ms(pack.update_elements, self._plan.policy.leave_whole)
 
-    def _run(self, tasks: _Tasks, pack: Pack) -> None:
-        task = tasks[0]
+    def _run(self, several: _Several, pack: Pack) -> None:
+        task = several.tasks[0]
         needed = (task.pack, *(pack.index for pack in self._plan.packing.unlayered_packs))
         arrived = [self._arrived[index] for index in needed if index in self._arrived]
-        back = self._stashed.get(task.pack) if task.kind is TaskKind.BACKWARD else None
-        stash = sorted({*back[: len(tasks)]}) if back else ()
-        if back:
-            del back[: len(tasks)]
-        moved = [self._moved.pop((one.pack, one.micro_batch), -1) for one in tasks] if self._moved else []
-        crossed = {self._crossing_back.pop(one.micro_batch, -1) for one in tasks} if self._crossing_back else set()
+        stash = self._stash_back(task.pack, several.micro_batches) if task.kind is TaskKind.BACKWARD else ()
+        moved = [self._moved.pop((one.pack, one.micro_batch), -1) for one in several.tasks] if self._moved else []
+        crossed = (
+            {self._crossing_back.pop(one.micro_batch, -1) for one in several.tasks} if self._crossing_back else set()
+        )
         came = sorted(job for job in (*moved, *crossed) if job >= 0)
         after = (*arrived, *self._compute_after.pop(pack.device, ()), *stash, *came)
         if (task.kind, task.pack) not in self._times:
@@ -205,11 +215,23 @@ class Lowering:
         duration += self._costs.head_ms if first and task.kind not in BACKWARD_KINDS else 0.0
         # One thread issues the work of several devices; that of one was measured with what issuing it takes.
         issue_ms = duration * self._costs.issue_share * (self._plan.policy.pipeline > 1)
-        ran = self._compute(tasks, len(tasks) * duration, after, issue_ms)
+        ran = self._compute(several, several.micro_batches * duration, after, issue_ms)
         if pack.device in self._crossing_leaving:
             self._compute_after[pack.device].append(self._crossing_leaving.pop(pack.device))
         if self._plan.policy.pipeline > 1:
-            self._ran.update((one.micro_batch, ran) for one in tasks)
+            self._ran.update((one.micro_batch, ran) for one in several.tasks)
+
+    def _stash_back(self, pack: int, count: int) -> tuple[int, ...]:
+        """Return the jobs that bring the stash of the pack's next `count` micro-batches back, as far as it left."""
+        waiting = self._stashed[pack]
+        jobs: list[int] = []
+        while waiting and count:
+            job, there = waiting.popleft()
+            if there > count:
+                waiting.appendleft((job, there - count))
+            count -= min(there, count)
+            jobs.append(job)
+        return tuple(jobs)
 
     def _slices_in_ms(self, task: Task, pack: Pack) -> float:
         """Return the time of copies that a run waits for: slices' inputs, and the stash that leaves before the loss."""
@@ -240,7 +262,7 @@ class Lowering:
         done = self._sums if policy.reduce_on_host else [] if policy.gradients_wait else updates
         freed = tuple(done[-policy.gradient_slabs :][:1]) if len(done) >= policy.gradient_slabs else ()
         reduced = self._reduced.get(pack.index)
-        self._gone[pack.index] = self._copy_out((task,), pack.swap_out_bytes(), freed, reduced)
+        self._gone[pack.index] = self._copy_out(_Several((task,), 1), pack.swap_out_bytes(), freed, reduced)
 
     def _gradients_there(self, task: Task, pack: Pack, there: int) -> None:
         """Add the device's part, on the host after job `there`, to what was sent before, and measure it."""
@@ -264,30 +286,34 @@ class Lowering:
 
     # ---- jobs
 
-    def _compute(self, tasks: _Tasks, duration_ms: float, after: tuple[int, ...], issue_ms: float = 0.0) -> int:
+    def _compute(self, several: _Several, duration_ms: float, after: tuple[int, ...], issue_ms: float = 0.0) -> int:
         demands = (("cores", 1.0),) if self._machine.beside_update < 1.0 else ()
-        issuing_ms = (self._machine.task_ms + issue_ms) * len(tasks)
-        after = (*self._host(tasks[:1], issuing_ms), *after)
+        issuing_ms = (self._machine.task_ms + issue_ms) * several.micro_batches
+        after = (*self._host(several.tasks[:1], issuing_ms), *after)
         extra = 0.0 if self._machine.copies_overlap else issuing_ms
-        return self._add(COMPUTE, tasks, duration_ms + extra, after, demands)
+        return self._add(COMPUTE, several.tasks, duration_ms + extra, after, demands)
 
-    def _copy_in(self, tasks: _Tasks, nbytes: int, after: tuple[int, ...], disk_bytes_per_ms: float = math.inf) -> int:
+    def _copy_in(
+        self, several: _Several, nbytes: int, after: tuple[int, ...], disk_bytes_per_ms: float = math.inf
+    ) -> int:
         machine = self._machine
         after = (*after, *self._latest(COMPUTE))
         rate = min(machine.swap_in_bytes_per_ms, disk_bytes_per_ms)
         demands = (*self._link_demand(rate), *_disk_demand(rate / disk_bytes_per_ms))
         stream = SWAP_IN if math.isinf(disk_bytes_per_ms) else DISK
-        return self._add(stream, tasks, len(tasks) * (machine.swap_ms + nbytes / rate), after, demands)
+        return self._add(
+            stream, several.tasks, several.micro_batches * (machine.swap_ms + nbytes / rate), after, demands
+        )
 
-    def _copy_out(self, tasks: _Tasks, nbytes: int, freed: tuple[int, ...] = (), last: int | None = None) -> int:
+    def _copy_out(self, several: _Several, nbytes: int, freed: tuple[int, ...] = (), last: int | None = None) -> int:
         """Add the host's work for each task, after job `last`; None: after the compute so far."""
         machine = self._machine
         ready = self._latest(COMPUTE) if last is None else (last,)
-        after = (*self._host(tasks, len(tasks) * machine.task_ms, freed), *freed, *ready)
+        after = (*self._host(several.tasks, several.micro_batches * machine.task_ms, freed), *freed, *ready)
         demands = self._link_demand(machine.swap_out_bytes_per_ms)
-        return self._add(SWAP_OUT, tasks, len(tasks) * machine.swap_out_ms(nbytes), after, demands)
+        return self._add(SWAP_OUT, several.tasks, several.micro_batches * machine.swap_out_ms(nbytes), after, demands)
 
-    def _host(self, tasks: _Tasks, duration_ms: float, after: tuple[int, ...] = ()) -> tuple[int, ...]:
+    def _host(self, tasks: tuple[Task, ...], duration_ms: float, after: tuple[int, ...] = ()) -> tuple[int, ...]:
         """Return the host's part in a task; where nothing overlaps, it is part of the task itself."""
         if not self._machine.copies_overlap or (not duration_ms and not after):
             return ()
@@ -317,7 +343,7 @@ class Lowering:
     def _add(
         self,
         stream: str,
-        tasks: _Tasks,
+        tasks: tuple[Task, ...],
         duration_ms: float,
         after: tuple[int, ...],
         demands: tuple[tuple[str, float], ...] = (),
@@ -350,42 +376,42 @@ def run_ms(kind: TaskKind, pack: Pack, costs: CostTable) -> float:
     return costs.tail_ms + sum(call.fused_ms for call in calls)
 
 
-def _merged(tasks: _Tasks, at_once: int, counts: Sequence[int]) -> list[_Tasks]:
+def _merged(tasks: tuple[Task, ...], at_once: int, counts: Sequence[int]) -> list[_Several]:
     """Group runs: further micro-batches through the same pack go with the first one; where stash moves between them,
-    `at_once` do, and as many moves, so that a plan of many micro-batches has few jobs. A task that stands for several is
-    there as often.
+    `at_once` do, and as many moves, so that a plan of many micro-batches has few jobs.
     """
-    merged: list[_Tasks] = []
+    merged: list[_Several] = []
     for (_, through), tasks_there in groupby(tasks, key=lambda task: (task.pack, task.kind in _THROUGH)):
-        several = tuple(tasks_there)
-        if counts:
-            several = tuple(
-                chain.from_iterable([t] * (counts[t.micro_batch] if t.micro_batch >= 0 else 1) for t in several)
-            )
-        visit = _Visit(several)
+        there = [
+            _Several((task,), counts[task.micro_batch] if counts and task.micro_batch >= 0 else 1)
+            for task in tasks_there
+        ]
+        visit = _Visit(there)
         if through and visit.is_alternating:
             merged += visit.cut(at_once)
             continue
-        for kind, same in groupby(several, key=lambda task: task.kind):
-            alike = tuple(same)
-            merged += [alike] if kind in RUNS else [(task,) for task in alike]
+        for kind, same in groupby(there, key=lambda one: one.tasks[0].kind):
+            if kind in RUNS:
+                merged.append(_joined([*same]))
+            else:
+                merged += [piece for one in same for piece in _cut([one], at_once)]
     return merged
 
 
 class _Visit:
     """The tasks of a pack's runs in one pass, and what moves between them."""
 
-    def __init__(self, tasks: _Tasks) -> None:
-        self._runs: _Tasks = tuple(task for task in tasks if task.kind in RUNS)
-        self._out = self._of_kinds(tasks, _MOVES_OUT)
-        self._in = self._of_kinds(tasks, _MOVES_IN)
+    def __init__(self, there: list[_Several]) -> None:
+        self._runs = [one for one in there if one.tasks[0].kind in RUNS]
+        self._out = self._of_kinds(there, _MOVES_OUT)
+        self._in = self._of_kinds(there, _MOVES_IN)
         # Runs for which what comes back came before all of these tasks.
-        self._early = len(self._runs) - len(self._in[0]) if self._in else 0
+        self._early = _count(self._runs) - _count(self._in[0]) if self._in else 0
 
     @staticmethod
-    def _of_kinds(tasks: _Tasks, kinds: Sequence[TaskKind]) -> list[_Tasks]:
+    def _of_kinds(there: list[_Several], kinds: Sequence[TaskKind]) -> list[list[_Several]]:
         """Return the tasks of each kind of move that there is."""
-        by_kind = [tuple(task for task in tasks if task.kind is kind) for kind in kinds]
+        by_kind = [[one for one in there if one.tasks[0].kind is kind] for kind in kinds]
         return [moves for moves in by_kind if moves]
 
     @property
@@ -395,12 +421,13 @@ class _Visit:
         """
         if not self._runs or not (self._out or self._in):
             return False
-        all_out = all(len(moves) == len(self._runs) for moves in self._out)
-        all_in = all(len(moves) == len(self._runs) - self._early for moves in self._in)
-        are_alike = not self._early or len({run.kind for run in self._runs}) == 1
+        count = _count(self._runs)
+        all_out = all(_count(moves) == count for moves in self._out)
+        all_in = all(_count(moves) == count - self._early for moves in self._in)
+        are_alike = not self._early or len({run.tasks[0].kind for run in self._runs}) == 1
         return all_out and all_in and 0 <= self._early <= 2 and are_alike
 
-    def cut(self, at_once: int) -> Iterator[_Tasks]:
+    def cut(self, at_once: int) -> Iterator[_Several]:
         """Yield runs and moves, so many of each kind together: what leaves does so after its runs, and what comes back
         while the runs before its own are under way.
         """
@@ -418,11 +445,36 @@ class _Visit:
             for pieces in out:
                 yield pieces[place]
 
-    def _pieces(self, tasks: _Tasks, at_once: int) -> list[_Tasks]:
+    def _pieces(self, there: list[_Several], at_once: int) -> list[_Several]:
         """Return the tasks of the first runs, whose moves came early, together, and those of the others cut."""
-        first = [tasks[: self._early]] if self._early else []
-        return first + _cut(tasks[self._early :], at_once)
+        first = [_joined(there[: self._early])] if self._early else []
+        return first + _cut(there[self._early :], at_once)
 
 
-def _cut(tasks: _Tasks, at_once: int) -> list[_Tasks]:
-    return [tasks[begin : begin + at_once] for begin in range(0, len(tasks), at_once)]
+def _count(several: list[_Several]) -> int:
+    return sum([one.micro_batches for one in several])
+
+
+def _joined(several: list[_Several]) -> _Several:
+    return _Several(tuple([task for one in several for task in one.tasks]), _count(several))
+
+
+def _cut(several: list[_Several], at_once: int) -> list[_Several]:
+    """Return tasks of the same micro-batches in pieces of `at_once` micro-batches each; the last may have fewer.
+
+    One that stands for several is in each piece that has some of these.
+    """
+    pieces: list[_Several] = []
+    piece: list[_Several] = []
+    room = at_once  # in `piece`
+    for tasks, count in several:
+        left = count
+        while left:
+            taken = min(left, room)
+            piece.append(_Several(tasks, taken))
+            left -= taken
+            room -= taken
+            if not room:
+                pieces.append(_joined(piece))
+                piece, room = [], at_once
+    return [*pieces, _joined(piece)] if piece else pieces

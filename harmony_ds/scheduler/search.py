@@ -12,6 +12,7 @@ many to the few:
 3. Improve (`neighbours`): again and again, small changes of the best few are proposed and estimated in the same way, as
    long as they bring better ones.
 4. Choose: the best few that are left are simulated in full, with all micro-batches, and the fastest is the plan.
+   (Of a plan that is only to be estimated, many micro-batches are never listed: see `PlanRequest.most_listed`.)
 
 All of that is done with crossing tensors on the device; again with them on the host where nothing fits, or where the best
 plan is short of memory.
@@ -40,7 +41,7 @@ from harmony_ds.scheduler.candidates import (
     first_fitting,
     propose_policies,
 )
-from harmony_ds.scheduler.choose import PlanRequest, among_devices, explain, make_plan, may_move_crossing
+from harmony_ds.scheduler.choose import PlanRequest, among_devices, explain, may_move_crossing
 from harmony_ds.scheduler.costs import CostTable
 from harmony_ds.scheduler.delay_choice import choose_delays
 from harmony_ds.scheduler.estimator import CandidateEstimator
@@ -97,12 +98,14 @@ class Choice:
     Attributes:
         reserved_bytes: what the device's caching allocator has to reserve for the plan, as a replay of its requests says
             (`allocator_fit`); None: not replayed.
+        counts: how many micro-batches each one of the plan stands for (see `PlanRequest.most_listed`); empty: for itself.
     """
 
     plan: Plan
     prediction: Prediction
     reason: str
     reserved_bytes: int | None = None
+    counts: tuple[int, ...] = ()
 
 
 def search(
@@ -206,7 +209,7 @@ class _Search:
         self._machine = machine
         self._packer = packer
         self._request = request
-        self._estimator = CandidateEstimator(costs, machine, request)
+        self._estimator = CandidateEstimator(costs, request)
         self._graphs = Graphs(costs, request)
         self._budget = float("inf") if request.budget_bytes is None else request.budget_bytes
         self._top = top
@@ -229,7 +232,7 @@ class _Search:
         """The plan that takes the least memory of all that were tried."""
         assert self.smallest is not None
         packing, policy = self.smallest
-        return make_plan(packing, self._costs, self._request, policy)
+        return self._estimator.plan(packing, policy).plan
 
     @property
     def might_gain_by_moving_crossing(self) -> bool:
@@ -417,7 +420,7 @@ class _Search:
             return found
         sampled = self._estimator.sample(found.packing, found.policy)
         self._work += _SIMULATED * len(sampled.plan.tasks)
-        ms = self._estimator.step_ms(sampled, pieces, wanted_ms)
+        ms = self._estimator.step_ms(sampled, self._machine, pieces, wanted_ms)
         if ms == float("inf"):
             return found
         rank = time_rank(ms), self._estimator.swapped_bytes(sampled), len(found.packing.packs), peak
@@ -487,13 +490,18 @@ class _Search:
         return max(self._estimator.stage_peaks(self._estimator.sample(packing, policy))) <= self._budget
 
     def _simulated_choice(self, packing: Packing, policy: Policy, cut: str) -> Choice:
-        """Return the plan with all its tasks, with the delays of swap-ins that make it faster."""
-        plan = make_plan(packing, self._costs, self._request, policy)
-        delays = choose_delays(plan, self._costs, self._machine)
+        """Return the plan as it is requested, if all tasks are listed with the delays of swap-ins that make it faster.
+
+        Of so many micro-batches that they are not, the runs of each pack hide the host's updates.
+        """
+        planned = self._estimator.plan(packing, policy)
+        delays = () if planned.counts else choose_delays(planned.plan, self._costs, self._machine)
         if delays:
-            plan = make_plan(packing, self._costs, self._request, replace(policy, swap_in_delays=delays))
+            planned = self._estimator.plan(packing, replace(policy, swap_in_delays=delays))
+        plan, counts = planned.plan, planned.counts
         assert plan.peak_bytes <= self._budget, (plan.peak_bytes, self._budget)
-        return Choice(plan, simulate(plan, self._costs, self._machine), f"{cut}; {describe_policy(packing, policy)}")
+        prediction = simulate(plan, self._costs, self._machine, counts)
+        return Choice(plan, prediction, f"{cut}; {describe_policy(packing, policy)}", counts=counts)
 
 
 def _rank_of(found: _Found) -> tuple[int, ...]:

@@ -50,13 +50,14 @@ class Prediction:
         return max(self.busy_ms, key=lambda stream: self.busy_ms[stream])
 
 
-def simulate(plan: Plan, costs: CostTable, machine: Machine) -> Prediction:
+def simulate(plan: Plan, costs: CostTable, machine: Machine, counts: Sequence[int] = ()) -> Prediction:
     """Two steps of `plan`, the second of which is returned.
 
     Args:
         costs: of one micro-batch of the plan's size.
+        counts: how many micro-batches each one of the plan stands for; empty: for itself.
     """
-    lowering, steps, timeline = run_steps(plan, costs, machine)
+    lowering, steps, timeline = run_steps(plan, costs, machine, counts)
     busy = dict.fromkeys(STREAMS, 0.0)
     for job in steps[-1]:
         stream = lowering.work[job][0]
@@ -68,12 +69,14 @@ def simulate(plan: Plan, costs: CostTable, machine: Machine) -> Prediction:
         for stream, tasks in (lowering.work[job],)
         if timeline.end_ms[job] > timeline.begin_ms[job]
     )
-    return Prediction(last_step_ms(lowering, steps, timeline), busy, swaps_of(plan, costs), tuple(spans))
+    return Prediction(last_step_ms(lowering, steps, timeline), busy, swaps_of(plan, costs, counts=counts), tuple(spans))
 
 
-def run_steps(plan: Plan, costs: CostTable, machine: Machine) -> tuple[Lowering, list[range], Timeline]:
-    """Return the jobs of two steps of `plan`, the places of each step's, and when each job runs."""
-    lowering = Lowering(plan, costs, machine)
+def run_steps(
+    plan: Plan, costs: CostTable, machine: Machine, counts: Sequence[int] = ()
+) -> tuple[Lowering, list[range], Timeline]:
+    """Return the jobs of two steps of `plan`, the places of each step's, and when each job runs; `counts`: as above."""
+    lowering = Lowering(plan, costs, machine, counts)
     steps = [lowering.step() for _ in range(_STEPS)]
     return lowering, steps, _run(lowering, machine, plan.policy.pipeline)
 

@@ -198,7 +198,7 @@ def test_the_peak_does_not_grow_with_the_micro_batches_but_by_what_does_not_cros
 def test_a_few_micro_batches_show_the_peak_of_all(count: int, ahead: bool) -> None:
     policy = replace(MOVED, prefetch=ahead)
     plan = plan_of(count, policy)
-    estimator = CandidateEstimator(COSTS, GPU, request(None, count))
+    estimator = CandidateEstimator(COSTS, request(None, count))
     assert max(estimator.stage_peaks(estimator.sample(plan.packing, policy))) == plan.peak_bytes
 
 

@@ -68,7 +68,7 @@ def peaks_of(estimator: CandidateEstimator, packing: Packing, policy: Policy) ->
 @pytest.mark.parametrize("seed", range(60))
 def test_what_is_certain_to_fit_fits_and_short_groups_tell_all(seed: int) -> None:
     for costs, request, packing, policy in random_cases(seed):
-        estimator = CandidateEstimator(costs, GPU, request)
+        estimator = CandidateEstimator(costs, request)
         without, bytes_of = peaks_of(estimator, packing, policy), estimator.pack_bytes(packing, policy)
         for budget in (max(without), int(1.1 * max(without)), 2 * max(without)):
             graphs = Graphs(costs, replace(request, budget_bytes=budget))
@@ -77,14 +77,16 @@ def test_what_is_certain_to_fit_fits_and_short_groups_tell_all(seed: int) -> Non
                 plan = make_plan(packing, costs, request, more)
                 assert max(peaks_of(estimator, packing, more)) == plan.peak_bytes <= budget
                 sampled = estimator.sample(packing, more)
-                assert estimator.step_ms(sampled, 16) == pytest.approx(simulate(plan, costs, GPU).step_ms, rel=2e-2)
+                assert estimator.step_ms(sampled, GPU, 16) == pytest.approx(
+                    simulate(plan, costs, GPU).step_ms, rel=2e-2
+                )
                 assert estimator.swapped_bytes(sampled) == swaps_of(plan, costs).total
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_with_room_for_all_every_pack_that_stays_keeps_them(seed: int) -> None:
     for costs, request, packing, policy in random_cases(seed):
-        estimator = CandidateEstimator(costs, GPU, request)
+        estimator = CandidateEstimator(costs, request)
         peaks, bytes_of = peaks_of(estimator, packing, policy), estimator.pack_bytes(packing, policy)
         graphs = Graphs(costs, request).fitting(packing, policy, peaks, bytes_of).graphs
         stays = {*policy.kept, *policy.resident} & {*packing.forward} & {*packing.backward[:-1]}
@@ -108,7 +110,7 @@ def test_a_pack_named_first_has_its_graphs_before_others() -> None:
     request = PlanRequest(HarmonySettings(), 4, 10**9, resident_bytes=0, policy=Policy())
     packing = Packer(graph, costs, FP32).packing((0, 1, 2, 3))
     policy = Policy(kept=(0, 1), prefetch=False)
-    estimator = CandidateEstimator(costs, GPU, request)
+    estimator = CandidateEstimator(costs, request)
     without, bytes_of = peaks_of(estimator, packing, policy), estimator.pack_bytes(packing, policy)
 
     def graphs(more_bytes: int, before: int | None = None) -> tuple[int, ...]:

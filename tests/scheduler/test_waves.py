@@ -14,7 +14,7 @@ from harmony_ds.scheduler.graphs import Graphs
 from harmony_ds.scheduler.packing import Packer
 from harmony_ds.scheduler.plan import Pack, Policy, Task, TaskKind
 from harmony_ds.scheduler.waves import PackPass, order_tasks
-from tests.scheduler.examples import FP32, GPU, costs_of, graph_of, packs_of, text
+from tests.scheduler.examples import FP32, costs_of, graph_of, packs_of, text
 
 
 def visit(pack: Pack, kind: TaskKind) -> PackPass:
@@ -52,7 +52,7 @@ def test_each_device_keeps_graphs_in_its_own_memory() -> None:
     costs, policy = costs_of(graph.calls, cost), Policy(pipeline=3)
     packing = Packer(graph, costs, FP32, policy).packing(tuple(range(7)))
     request = PlanRequest(HarmonySettings(), 4, None, 0, policy)
-    estimator = CandidateEstimator(costs, GPU, request)
+    estimator = CandidateEstimator(costs, request)
     peaks = estimator.stage_peaks(estimator.sample(packing, policy))
     request = replace(request, budget_bytes=max(peaks) + 200)
     found = Graphs(costs, request).fitting(packing, policy, peaks, estimator.pack_bytes(packing, policy))
