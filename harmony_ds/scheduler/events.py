@@ -16,7 +16,8 @@ from functools import lru_cache
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-_Demands = tuple[tuple[str, float], ...]
+Demands = tuple[tuple[str, float], ...]
+"""Resources, each with how much of it is drawn."""
 
 
 class Job(NamedTuple):
@@ -33,7 +34,7 @@ class Job(NamedTuple):
     streams: tuple[str, ...]
     duration_ms: float
     after: tuple[int, ...] = ()
-    demands: _Demands = ()
+    demands: Demands = ()
     priority: tuple[int, ...] | None = None
 
 
@@ -219,7 +220,7 @@ class _Speeds:
     """Return for running jobs: capacity over demand at the resource where that is smallest, and at most 1."""
 
     def __init__(self, jobs: Sequence[Job], capacities: Mapping[str, float], crowded: Collection[str]) -> None:
-        numbers: dict[_Demands, int] = {}
+        numbers: dict[Demands, int] = {}
         # A number for the demands of each job: what is looked up at every event is short.
         self._kinds = [numbers.setdefault(job.demands, len(numbers)) for job in jobs]
         self._demands = list(numbers)
@@ -239,7 +240,7 @@ class _Speeds:
 
 @lru_cache(maxsize=4096)  # the same jobs run together in plan after plan
 def _share_out(
-    running: tuple[_Demands, ...], capacities: tuple[tuple[str, float], ...], crowded: frozenset[str]
+    running: tuple[Demands, ...], capacities: tuple[tuple[str, float], ...], crowded: frozenset[str]
 ) -> Sequence[float]:
     capacity_of = dict(capacities)
     drawn: dict[str, float] = defaultdict(float)

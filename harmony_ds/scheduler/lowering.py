@@ -25,7 +25,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from harmony_ds.scheduler.costs import CostTable
-from harmony_ds.scheduler.events import Job
+from harmony_ds.scheduler.events import Demands, Job
 from harmony_ds.scheduler.plan import BACKWARD_KINDS, FORWARD_KINDS, RUNS, Pack, Plan, Task, TaskKind
 from harmony_ds.scheduler.profile import Machine
 from harmony_ds.scheduler.spans import COMPUTE, DISK, HOST, PEER, SWAP_IN, SWAP_OUT, UPDATE, of_device
@@ -82,6 +82,9 @@ class Lowering:
         self._updated: dict[str, int] = {}  # parameter -> the update of it
         self._last: dict[str, int] = {}  # stream -> the last job on it
         self._device = 0  # of the task
+        self._names: dict[tuple[str, int], str] = {}  # of streams and links, each device's own
+        self._link_demands: dict[tuple[int, float], Demands] = {}  # by device and rate
+        self._host_demand = _host_demand(machine)
         self._compute_after: defaultdict[int, list[int]] = defaultdict(list)  # device -> what compute there waits for
         self._leaving: dict[int, int] = {}  # device -> the last stash that left it
         self._stash_out: dict[int, tuple[int, ...]] = {}  # device -> the last stash that was copied to the host
@@ -182,7 +185,7 @@ class Lowering:
         if task.kind is TaskKind.UPDATE:
             there = (self._there[task.pack],) if task.pack in self._there else ()
             duration = self._machine.host_update_ms(pack.update_elements) + self._before_update_ms(pack)
-            demands = (*self._host_demand(), *_disk_demand(self._machine.update_disk))
+            demands = (*self._host_demand, *_disk_demand(self._machine.update_disk))
             done = self._add(UPDATE, (task,), duration, (*there, *normed), demands, pack.needed_at)
             self._updates.append(done)
         else:
@@ -249,7 +252,7 @@ class Lowering:
                 self._gradients_there(task, pack, self._gone[task.pack])
         elif on_host:
             duration = self._machine.host_sum_ms(pack.update_elements, self._plan.policy.devices)
-            there = self._add(UPDATE, (task,), duration, (self._gone[task.pack],), self._host_demand())
+            there = self._add(UPDATE, (task,), duration, (self._gone[task.pack],), self._host_demand)
             self._sums.append(there)
             self._gradients_there(task, pack, there)
         else:
@@ -275,7 +278,7 @@ class Lowering:
         if measured or duration:
             if measured:
                 duration += self._machine.host_norm_ms(pack.update_elements, policy.leave_whole)
-            done = self._add(UPDATE, (task,), duration, (there,), self._host_demand())
+            done = self._add(UPDATE, (task,), duration, (there,), self._host_demand)
             self._norms += [done] if measured else []
 
     def _exchange(self, task: Task, sent_bytes: int, last: tuple[int, ...]) -> int:
@@ -324,21 +327,22 @@ class Lowering:
         return () if known is None else (known,)
 
     def _own(self, stream: str) -> str:
-        """Return the name of the device's own `stream`."""
-        return of_device(stream, self._device)
+        """Return the name of the device's own `stream`, or link."""
+        key = stream, self._device
+        name = self._names.get(key)
+        if name is None:
+            name = self._names[key] = of_device(stream, self._device)
+        return name
 
-    def _link_demand(self, bytes_per_ms: float) -> tuple[tuple[str, float], ...]:
-        demands = [(of_device("link", self._device), bytes_per_ms), ("host memory", bytes_per_ms)]
-        if self._machine.beside_update < 1.0 and not self._machine.copies_overlap:
-            demands.append(("cores", 1.0))
-        return tuple(demands)
-
-    def _host_demand(self) -> tuple[tuple[str, float], ...]:
-        machine = self._machine
-        demands = [("host memory", machine.update_elements_per_ms * machine.update_bytes_per_element)]
-        if machine.beside_update < 1.0:
-            demands.append(("cores", 1.0))
-        return tuple(demands)
+    def _link_demand(self, bytes_per_ms: float) -> Demands:
+        key = self._device, bytes_per_ms
+        known = self._link_demands.get(key)
+        if known is None:
+            demands = [(self._own("link"), bytes_per_ms), ("host memory", bytes_per_ms)]
+            if self._machine.beside_update < 1.0 and not self._machine.copies_overlap:
+                demands.append(("cores", 1.0))
+            known = self._link_demands[key] = tuple(demands)
+        return known
 
     def _add(
         self,
@@ -346,7 +350,7 @@ class Lowering:
         tasks: tuple[Task, ...],
         duration_ms: float,
         after: tuple[int, ...],
-        demands: tuple[tuple[str, float], ...] = (),
+        demands: Demands = (),
         needed_at: int = _BEFORE_UPDATES,
     ) -> int:
         """Add a job, and return its place; `needed_at`: of the pack that it updates on the host."""
@@ -360,7 +364,15 @@ class Lowering:
         return self._last[own]
 
 
-def _disk_demand(share: float) -> tuple[tuple[str, float], ...]:
+def _host_demand(machine: Machine) -> Demands:
+    """Return what an update, a norm or a sum draws on."""
+    demands = [("host memory", machine.update_elements_per_ms * machine.update_bytes_per_element)]
+    if machine.beside_update < 1.0:
+        demands.append(("cores", 1.0))
+    return tuple(demands)
+
+
+def _disk_demand(share: float) -> Demands:
     return (("disk", share),) if share else ()
 
 

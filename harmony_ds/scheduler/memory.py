@@ -168,25 +168,37 @@ class MemoryWalks:
         return by_micro_batch
 
 
-class _BytesByOwner:
-    """Bytes by owner (a pack, a micro-batch, or both), and their sum."""
+class _Total:
+    """A sum of bytes, of all owners that count to it."""
 
-    __slots__ = ("_by_owner", "total")
+    __slots__ = ("nbytes",)
 
     def __init__(self) -> None:
-        self.total = 0
+        self.nbytes = 0
+
+
+class _BytesByOwner:
+    """Bytes by owner (a pack, a micro-batch, or both), which count to a total."""
+
+    __slots__ = ("_by_owner", "_total")
+
+    def __init__(self, total: _Total) -> None:
+        self._total = total
         self._by_owner: dict[object, tuple[int, int]] = {}
 
     def set(self, owner: object, nbytes: int, times: int = 1) -> None:
         """Set the bytes of `owner` to `nbytes`, whatever they were; they count so many `times`."""
         before, counted = self._by_owner.get(owner, (0, 0))
-        self.total += times * nbytes - counted * before
+        self._total.nbytes += times * nbytes - counted * before
         self._by_owner[owner] = nbytes, times
 
     def release(self, owner: object) -> int:
         """Set the bytes of `owner` to none; return what they were, counted once."""
-        nbytes, times = self._by_owner.pop(owner, (0, 0))
-        self.total -= times * nbytes
+        held = self._by_owner.pop(owner, None)
+        if held is None:
+            return 0
+        nbytes, times = held
+        self._total.nbytes -= times * nbytes
         return nbytes
 
     def __contains__(self, owner: object) -> bool:
@@ -246,18 +258,20 @@ class DeviceMemory:
         self._counts = counts
         self._first_to_propagate = {micro_batches[-1] for micro_batches in shared_losses}
         self._last_to_propagate = {micro_batches[0] for micro_batches in shared_losses}
-        self._weights = _BytesByOwner()  # by pack
-        self._gradients = _BytesByOwner()  # by pack
+        self._weight_total, self._gradient_total, self._held_total = _Total(), _Total(), _Total()
+        held = self._held_total  # by micro-batches, beside what leaves
+        self._weights = _BytesByOwner(self._weight_total)  # by pack
+        self._gradients = _BytesByOwner(self._gradient_total)  # by pack
         self._updated: set[int] = set()  # packs, on the device
-        self._waiting = _BytesByOwner()  # by micro-batch: without its stash
-        self._stash = _BytesByOwner()  # by micro-batch: what of it is on the device, never having left
-        self._returned_stash = _BytesByOwner()  # by (pack, micro-batch)
+        self._waiting = _BytesByOwner(held)  # by micro-batch: without its stash
+        self._stash = _BytesByOwner(held)  # by micro-batch: what of it is on the device, never having left
+        self._returned_stash = _BytesByOwner(held)  # by (pack, micro-batch)
         self._leaving_bytes = 0  # stash on its way to the host
         self._leaving_crossing_bytes = 0  # the same of crossing tensors
-        self._returned_crossing = _BytesByOwner()  # by micro-batch
-        self._graphs = _BytesByOwner()  # by (pack, micro-batch)
-        self._outputs = _BytesByOwner()  # by micro-batch: of the model, until the loss that it shares has been made
-        self._set_aside = _BytesByOwner()  # by pack: sums of gradients, while those of one shared loss are added up
+        self._returned_crossing = _BytesByOwner(held)  # by micro-batch
+        self._graphs = _BytesByOwner(held)  # by (pack, micro-batch)
+        self._outputs = _BytesByOwner(held)  # by micro-batch: of the model, until the loss that it shares has been made
+        self._set_aside = _BytesByOwner(held)  # by pack: sums of gradients, while those of one shared loss are added up
         self._held_between_passes: dict[int, int] = {}  # by micro-batch, where it is not what the table says
         self._has_run: set[int] = set()  # micro-batches that an earlier task has run, or brought stash of
         self._computing: dict[TaskKind, Callable[[Task, PackBytes], int]] = {
@@ -277,7 +291,7 @@ class DeviceMemory:
             self._leaving_crossing_bytes = 0  # computing goes on when the copy is done
             if self._times(task) > 1:  # what running takes is shown by the micro-batches around those it stands for
                 return 0, 0
-            return self._weights.total, peak + self._view.costs.margin_bytes + self._gradients.total
+            return self._weight_total.nbytes, peak + self._view.costs.margin_bytes + self._gradient_total.nbytes
         held = self._run_other(task)
         # Between its run and what leaves after it, one that stands for several holds what no several ever do.
         return (0, 0) if task.kind in _LEAVE_AFTER_RUNS and self._times(task) > 1 else held
@@ -411,7 +425,7 @@ class DeviceMemory:
                 self._gradients.release(task.pack)
             case TaskKind.UPDATE_ON_DEVICE:
                 working = self._packs[task.pack].update_bytes
-        held = self._weights.total, self._gradients.total + self._all_bytes + working
+        held = self._weight_total.nbytes, self._gradient_total.nbytes + self._all_bytes + working
         if self._slices_from_host:
             self._leaving_bytes = self._leaving_crossing_bytes = 0
         if task.kind is TaskKind.EVICT:
@@ -449,17 +463,7 @@ class DeviceMemory:
     @property
     def _all_bytes(self) -> int:
         """Everything that micro-batches hold between two tasks, but weights and gradients."""
-        return (
-            self._waiting.total
-            + self._stash.total
-            + self._returned_stash.total
-            + self._leaving_bytes
-            + self._leaving_crossing_bytes
-            + self._returned_crossing.total
-            + self._graphs.total
-            + self._outputs.total
-            + self._set_aside.total
-        )
+        return self._held_total.nbytes + self._leaving_bytes + self._leaving_crossing_bytes
 
     def _between_passes(self, task: Task) -> int:
         """Return what a micro-batch holds from the end of its forward pass on, without its stash."""

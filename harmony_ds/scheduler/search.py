@@ -85,6 +85,8 @@ _MANY = 24
 """With more packs than this, the transfers of `_PIECES` are so many times fewer as the packs are more."""
 _NEAR = 1.01
 """Candidates that are estimated to be slower than the best by more than this factor are not simulated again at the end."""
+_ALMOST = 1 - 1e-9
+"""The same time is added up in another order."""
 _TRIALS = 4
 """How often more kept graphs are tried for the plan that was found. What `Graphs.fitting` is certain of is less than what
 fits, so that another trial may find room for more.
@@ -466,7 +468,8 @@ class _Search:
                 break
             policy = one_more
         most = self._simulated_choice(packing, policy, found.cut)
-        if not policy.graphs:
+        least_ms = self._estimator.least_step_ms(packing, without)
+        if not policy.graphs or time_rank(most.prediction.step_ms) < time_rank(_ALMOST * least_ms):
             return most
         least = self._simulated_choice(packing, without, found.cut)
         return most if time_rank(most.prediction.step_ms) < time_rank(least.prediction.step_ms) else least

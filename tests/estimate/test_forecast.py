@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,11 +17,12 @@ from harmony_ds.estimate.subject import Subject
 from harmony_ds.estimate.survey import Survey, smallest_peak_bytes
 from harmony_ds.scheduler.allocations import Allocations
 from harmony_ds.scheduler.allocator_fit import Fitting, leaving
-from harmony_ds.scheduler.choose import PlanRequest
+from harmony_ds.scheduler.choose import PlanRequest, make_plan
 from harmony_ds.scheduler.costs import BackwardBytes, CallCost, ForwardBytes, StashBytes, WaitingBytes
 from harmony_ds.scheduler.plan import Policy
 from harmony_ds.scheduler.profile import Machine, Profile
-from harmony_ds.scheduler.search import Choice
+from harmony_ds.scheduler.search import Choice, search
+from harmony_ds.scheduler.simulate import simulate
 from harmony_ds.scheduler.swaps import lower_bound_bytes
 from tests.scheduler.examples import costs_of, graph_of
 
@@ -229,3 +231,43 @@ def test_devices_on_one_host_share_its_memory_and_cores() -> None:
     assert shared.peers_share_link and shared.peer_bytes_per_ms == MACHINE.link_bytes_per_ms / 2
     bridged = replace(MACHINE, peer_bytes_per_ms=1e9).among(2)
     assert not bridged.peers_share_link and bridged.peer_bytes_per_ms == 1e9
+
+
+@pytest.mark.parametrize("clipping", [True, False])
+@pytest.mark.parametrize("make", [tight, lambda *some: situation(2**40, *some), lambda *some: situation(2**25, *some)])
+def test_a_few_micro_batches_stand_for_many_to_the_byte(
+    make: Callable[..., Survey], clipping: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("harmony_ds.estimate.forecast._MOST_LISTED", 4)
+    survey = make(40, clipping)
+    survey = replace(survey, request=replace(survey.request, thorough=False))
+    found = forecast(survey)
+    plan = found.plan
+    listed = make_plan(plan.packing, survey.costs, survey.request, plan.policy)
+    prediction = simulate(listed, survey.costs, MACHINE)
+
+    assert len(plan.tasks) < len(listed.tasks) / 3
+    assert (plan.peak_bytes, plan.micro_batches) == (listed.peak_bytes, 40)
+    assert found.prediction.swaps == prediction.swaps
+    assert found.prediction.step_ms == pytest.approx(prediction.step_ms, rel=1e-9)
+    assert found.prediction.busy_ms == pytest.approx(prediction.busy_ms)
+    assert found.host_bytes == Forecast(survey, replace(found.choice, plan=listed), None).host_bytes
+    listed_choice = replace(found.choice, plan=listed, counts=())
+    assert changes(found) == pytest.approx(changes(Forecast(survey, listed_choice, None)), rel=1e-9)
+
+
+def test_any_number_of_micro_batches_is_forecast_with_as_few_tasks() -> None:
+    budget = smallest_peak_bytes(tight()) + 2**30
+    million, many = (forecast(situation(budget, count)) for count in (10**6, 10**9))
+
+    assert len(many.plan.tasks) == len(million.plan.tasks) < 1000
+    assert many.items_per_step == 100 * 10**9
+    assert many.prediction.step_ms == pytest.approx(1000 * million.prediction.step_ms, rel=1e-3)
+    assert len(changes(many)) == len(changes(million)) == 5
+
+
+def test_a_plan_that_runs_lists_every_micro_batch() -> None:
+    survey = tight(micro_batches=2000)
+    listed = search(survey.graph, survey.costs, MACHINE, survey.element, replace(survey.request, thorough=False))[0]
+
+    assert {task.micro_batch for task in listed.plan.tasks} == {-1, *range(2000)} and not listed.counts
