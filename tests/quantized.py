@@ -290,9 +290,13 @@ KINDS: dict[str, Callable[[nn.Linear], nn.Module]] = {
 
 
 def build(
-    kind: str, dtype: torch.dtype = torch.float32, layers: int = LAYERS, lora: torch.dtype | None = None
+    kind: str | Callable[[nn.Linear], nn.Module],
+    dtype: torch.dtype = torch.float32,
+    layers: int = LAYERS,
+    lora: torch.dtype | None = None,
 ) -> nn.Module:
-    """Return a model whose blocks' linear layers are of this kind, the same bits at every call."""
+    """Return a model whose blocks' linear layers are of this kind (or made by it), the same bits at every call."""
+    quantize = KINDS[kind] if isinstance(kind, str) else kind
     torch.manual_seed(3)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -311,7 +315,7 @@ def build(
                 if isinstance(linear, nn.Linear):
                     with warnings.catch_warnings():
                         warnings.simplefilter("ignore")
-                        base = KINDS[kind](linear)
+                        base = quantize(linear)
                     setattr(part, name, LoraLinear(base, linear.in_features, linear.out_features, lora or dtype))
         block.input_layernorm.requires_grad_(True)
     return model.train()

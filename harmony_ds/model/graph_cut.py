@@ -70,6 +70,9 @@ _EXPLANATIONS = {
     "Trying to backward through the graph a second time": "a gradient reaches the graph of a layer by a tensor that left "
     "it otherwise than as a result (an attribute: self.aux_loss = ..., a hook, a global variable). That graph lives only "
     "while the layer runs, so the gradient would be lost. Let the layer return the tensor.",
+    "derivative for ": "the model calls an operator that has no backward pass, so that nothing before it can be trained. "
+    "If it multiplies by a quantized weight (torchao's int4 on CPUs has none), quantize the base otherwise: bitsandbytes "
+    "NF4 and int8, and torchao's int8, float8 and NF4 can be trained through.",
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -176,6 +177,26 @@ class Sealed(Tensor):
         if func is torch.ops.aten.detach.default:
             return Sealed()
         raise NotImplementedError(f"{func}")
+
+
+def test_a_base_that_has_no_backward_pass_is_refused_with_the_way_out_and_evaluates() -> None:
+    def in_4_bits(linear: nn.Linear) -> nn.Module:
+        from torchao.prototype.quantization.int4.int4_opaque_tensor import Int4OpaqueTensor
+
+        weight = Int4OpaqueTensor.from_hp(linear.weight.detach(), [1, 32])
+        linear.weight = nn.Parameter(weight, requires_grad=False)
+        return linear
+
+    plain, model = (quantized.build(in_4_bits) for _ in range(2))
+    before = {name: one.clone() for name, one in trained_by(model).items()}
+    said = "no backward pass.*torchao's int4 on CPUs.*bitsandbytes NF4.*torch says: derivative for aten::_weight_int4"
+    with engine_for(model, lambda _: adamw_of(model), config_of(ACCUMULATION)) as engine:
+        with pytest.raises(ModelError, match=said):
+            loop(engine, GROUPS[:1])
+        with torch.no_grad():
+            assert torch.equal(engine(**GROUPS[0][0]).logits, plain(**GROUPS[0][0]).logits)
+        assert engine.usable
+    assert all(torch.equal(one, before[name]) for name, one in trained_by(model).items())
 
 
 def test_a_class_that_cannot_be_taken_apart_is_refused_by_name() -> None:
@@ -357,3 +378,59 @@ def test_a_checkpoint_of_another_quantization_is_refused_before_anything_is_rest
     ):
         engine.load_checkpoint(tmp_path)
     assert all(torch.equal(weight, before[name]) for name, weight in trained_by(second).items())
+
+
+@pytest.fixture
+def repacks_for_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let bitsandbytes take the CPU for one with AVX512-BF16, where evaluation repacks 4-bit weights in place.
+
+    Its product with such weights is a downloaded kernel; here, one that unpacks a copy of them.
+    """
+    import bitsandbytes
+    from bitsandbytes import functional
+
+    def product(x: Tensor, weight: Tensor, out: Tensor | None, state: Any) -> Tensor:
+        assert state.packing_format_for_cpu
+        state = copy.copy(state)
+        state.original_nested, absmax = False, state.absmax.T.reshape(-1).float()
+        codes, state = functional._convert_weight_packed_for_cpu_inverse(weight.detach().clone(), state)
+        state.absmax = absmax
+        return nn.functional.linear(x, functional.dequantize_4bit(codes, state).to(x.dtype))
+
+    monkeypatch.setattr(bitsandbytes.nn.modules, "has_avx512bf16", lambda: True)
+    monkeypatch.setattr(functional, "gemv_4bit", product)
+
+
+@pytest.mark.usefixtures("repacks_for_evaluation")
+@pytest.mark.parametrize("kind", ["bitsandbytes NF4, double", "bitsandbytes FP4"])
+@pytest.mark.parametrize("harmony", [{"pack_layers": 1}, {"residency": 2}])
+def test_weights_that_evaluation_repacks_are_trained_beside_as_if_it_had_not(
+    kind: str, harmony: dict[str, Any], tmp_path: Path
+) -> None:
+    plain, model, untouched = (quantized.build(kind) for _ in range(3))
+    optimizer = adamw_of(model)
+    stepped = adamw_of(plain)
+    config = config_of(ACCUMULATION, None, harmony)
+    with engine_for(model, lambda _: optimizer, config) as engine:
+        for step, group in enumerate([*GROUPS, *GROUPS]):
+            expected = train_plainly(
+                plain, [group], stepped, clip=None, seed_of=lambda _, i, step=step: seed_of(step, i)
+            )
+            assert loop(engine, [group]) == expected
+            evaluated = copy.deepcopy(plain).eval()
+            engine.eval()
+            with torch.no_grad():
+                for batch in group:
+                    assert torch.equal(engine(**batch).logits, evaluated(**batch).logits)
+            engine.train()
+        assert evaluated.model.layers[0].mlp.up_proj.base.weight.quant_state.packing_format_for_cpu
+        engine.save_checkpoint(tmp_path)
+        saved = {key: one.clone() for key, one in engine.module.state_dict().items() if "base" in key}
+    assert all(map(torch.equal, saved.values(), (untouched.state_dict()[key] for key in saved)))
+    wanted = trained_by(plain)
+    assert all(torch.equal(weight, wanted[name]) for name, weight in trained_by(model).items())
+    resumed = quantized.build(kind)
+    with engine_for(resumed, lambda _: adamw_of(resumed), config) as engine:
+        engine.load_checkpoint(tmp_path)
+        expected = train_plainly(plain, GROUPS[:1], stepped, clip=None, seed_of=lambda _, i: seed_of(4, i))
+        assert loop(engine, GROUPS[:1]) == expected
