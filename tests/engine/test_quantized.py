@@ -19,7 +19,7 @@ from tests import quantized
 from tests.engine.drive import Groups, adamw, config_of, engine_for, loop, seed_of
 from tests.engine.test_disk import WEIGHTS, on
 from tests.inside import assembly_of
-from tests.oracle import train_plainly
+from tests.oracle import seed_generators, train_plainly
 
 KINDS = list(quantized.KINDS)
 ACCUMULATION = 3
@@ -434,3 +434,45 @@ def test_weights_that_evaluation_repacks_are_trained_beside_as_if_it_had_not(
         engine.load_checkpoint(tmp_path)
         expected = train_plainly(plain, GROUPS[:1], stepped, clip=None, seed_of=lambda _, i: seed_of(4, i))
         assert loop(engine, GROUPS[:1]) == expected
+
+
+@pytest.mark.usefixtures("repacks_for_evaluation")
+def test_a_micro_batch_in_eval_mode_leaves_the_weights_of_the_next_ones_as_they_were() -> None:
+    """Layers whose inputs need no gradient repack their weights in eval mode, also where adapters are trained."""
+
+    def build() -> nn.Module:
+        model = quantized.build("bitsandbytes NF4")
+        model.model.layers[0].input_layernorm.requires_grad_(False)
+        return model
+
+    plain, model = build(), build()
+    expected = []
+    optimizers = adamw_of(plain), adamw_of(model)
+    for step, group in enumerate(GROUPS):
+        for place, batch in enumerate(group):
+            base = plain.model.layers[0].self_attn.q_proj.base.weight
+            bases = [one.base.weight for one in plain.modules() if isinstance(one, quantized.LoraLinear)]
+            before = [(one, one.data.clone(), copy.deepcopy(vars(one.quant_state))) for one in bases]
+            plain.train(place != 1)
+            seed_generators(seed_of(step, place))
+            loss = plain(**batch).loss
+            (loss / ACCUMULATION).backward()
+            expected.append(loss.item())
+            assert bool(getattr(base.quant_state, "packing_format_for_cpu", False)) == (place == 1)
+            for one, data, state in before:
+                one.data = data
+                vars(one.quant_state).clear()
+                vars(one.quant_state).update(state)
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+    losses = []
+    with engine_for(model, lambda _: optimizers[1], config_of(ACCUMULATION, None, {"pack_layers": 1})) as engine:
+        for group in GROUPS:
+            for place, batch in enumerate(group):
+                engine.train(place != 1)
+                losses.append(engine(**batch).loss)
+                engine.backward(losses[-1])
+                engine.step()
+        assert [loss.item() for loss in losses] == expected
+    wanted = trained_by(plain)
+    assert all(torch.equal(weight, wanted[name]) for name, weight in trained_by(model).items())
