@@ -35,7 +35,8 @@ from harmony_ds.scheduler.costs import CostTable
 from harmony_ds.scheduler.plan import RUNS, Pack, Plan, Task, TaskKind
 
 _STEPS = 3
-_GROUPS = 3
+_STEPS_OF_SEVERAL_SIZES = 20
+"""Where micro-batches have several sizes, each step leaves its pieces elsewhere: what is reserved grows for some steps."""
 _STREAM, _UPLOAD_STREAM = "compute", "upload"
 
 
@@ -66,12 +67,8 @@ class _Lane:
 class Replay:
     """The allocations of a plan's steps."""
 
-    def __init__(
-        self, plan: Plan, costs: CostTable, allocator: CachingAllocator, least_fraction: float = 1.0, seed: int = 0
-    ) -> None:
-        """Replay `plan`; micro-batches but the first have `least_fraction` to all of the tokens that were measured, drawn
-        from `seed`.
-        """
+    def __init__(self, plan: Plan, costs: CostTable, allocator: CachingAllocator, least_fraction: float = 1.0) -> None:
+        """Replay `plan`; micro-batches but the first have `least_fraction` to all of the tokens that were measured."""
         assert costs.allocations is not None
         self._plan = plan
         self._allocations: Allocations = costs.allocations
@@ -84,7 +81,7 @@ class Replay:
         self._leaving: list[Block] = []  # stash on its way to the host
         self._leaving_crossing: list[Block] = []
         self._least_fraction = least_fraction
-        self._chance = random.Random(seed)
+        self._chance = random.Random(0)
         self._last_run = {task.micro_batch: number for number, task in enumerate(plan.tasks) if task.kind in RUNS}
         # Bytes of parameters' gradients, which do not get smaller with fewer tokens. Where they are summed in place, which
         # allocation is one is not known: any of these bytes is taken for one.
@@ -282,18 +279,16 @@ class Replay:
 
 
 def reserved_bytes(plan: Plan, costs: CostTable, least_fraction: float = 1.0) -> int:
-    """Return the most that the allocator reserves in the third step of `plan`, where it may reserve any number of bytes.
+    """Return the most that the allocator reserves in the third step of `plan`, where it may reserve any number of bytes; in
+    the first twenty steps, if micro-batches have several sizes.
 
     Where it may reserve no more than that, and has it from the start, each block is put in the same place.
 
     Args:
-        least_fraction: see `Replay`; of micro-batches of several sizes, the most of a few groups.
+        least_fraction: see `Replay`.
     """
-    seeds = range(_GROUPS if least_fraction < 1.0 else 1)
-    return max(
-        _after_steps(plan, costs, CachingAllocator(expandable=True), least_fraction, seed).reserved_peak_bytes
-        for seed in seeds
-    )
+    steps = _STEPS if least_fraction == 1.0 else _STEPS_OF_SEVERAL_SIZES
+    return _last_step(plan, costs, CachingAllocator(expandable=True), steps, least_fraction).reserved_peak_bytes
 
 
 def retries(plan: Plan, costs: CostTable, pool_bytes: int) -> int:
@@ -308,18 +303,18 @@ def retries(plan: Plan, costs: CostTable, pool_bytes: int) -> int:
     if whole_pages > 0:
         allocator.free(allocator.malloc(whole_pages, _STREAM))
     try:
-        return _after_steps(plan, costs, allocator).retries
+        return _last_step(plan, costs, allocator, _STEPS).retries
     except SimulatedOutOfMemoryError:
         return 1
 
 
-def _after_steps(
-    plan: Plan, costs: CostTable, allocator: CachingAllocator, least_fraction: float = 1.0, seed: int = 0
+def _last_step(
+    plan: Plan, costs: CostTable, allocator: CachingAllocator, steps: int, least_fraction: float = 1.0
 ) -> AllocatorStats:
-    """Return what the allocator has counted in the third step of `plan`."""
-    replayed = Replay(plan, costs, allocator, least_fraction, seed)
+    """Return what the allocator has counted in the last of so many steps of `plan`."""
+    replayed = Replay(plan, costs, allocator, least_fraction)
     replayed.load_resident()
-    for _ in range(_STEPS):
+    for _ in range(steps):
         allocator.stats.reset()
         replayed.step()
     return allocator.stats

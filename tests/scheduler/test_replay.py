@@ -192,3 +192,19 @@ def test_inputs_take_nothing_of_the_pool_that_is_computed_with() -> None:
     requests = requests_of(plan_of(ON_DEVICE, micro_batches=1), replace(COSTS, allocations=uploaded))
     assert requests["F0.0"] == [16, 8, -16]
     assert requests["B0.0"] == [16, 8, -8, -4, 4, 2, -16, 3, -2, -4]
+
+
+@pytest.mark.parametrize(("least_fraction", "steps"), [(1.0, 3), (0.5, 20)])
+def test_micro_batches_of_several_sizes_are_replayed_for_more_steps(
+    least_fraction: float, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replayed: list[Replay] = []
+    step = Replay.step
+
+    def noted_step(self: Replay) -> None:
+        replayed.append(self)
+        step(self)
+
+    monkeypatch.setattr(Replay, "step", noted_step)
+    reserved_bytes(plan_of(ON_DEVICE), COSTS, least_fraction)
+    assert replayed == [replayed[0]] * steps
