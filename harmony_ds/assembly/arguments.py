@@ -74,7 +74,9 @@ def load_checked_config(
         init_distributed()
     config = load_config(given, dist.get_world_size() if dist.is_initialized() else 1)
     if config.without_meaning:
-        _logger.warning("ds_config keys that mean nothing to harmony_ds: %s", ", ".join(config.without_meaning))
+        _logger.warning(
+            "keys of DeepSpeed in the ds_config that harmony_ds does not need: %s", ", ".join(config.without_meaning)
+        )
     if optimizer is None:
         refuse_what_is_not_run(config.optimizer)
     return config

@@ -14,6 +14,7 @@ from harmony_ds.distributed import SingleProcess
 from harmony_ds.errors import ConfigError, DoesNotFitError, UnsupportedError
 from harmony_ds.offload.host_memory import HostNeed, check_host_memory
 from harmony_ds.optim.device_optimizer import DeviceOptimizer
+from harmony_ds.scheduler.grid import amount, gib_number
 from harmony_ds.scheduler.plan import Plan
 
 _UPDATED_ON_HOST = ("auto", "kept", "off", 0)
@@ -72,9 +73,9 @@ def refuse_small_budget(layers: Sequence[Layer], room: Room, reserve_bytes: int)
         return
     reserved = f" {reserve_bytes:,} are set aside for libraries' workspaces and the allocator." if reserve_bytes else ""
     raise DoesNotFitError(
-        f"layer {largest} alone takes {most_bytes:,} bytes of device memory for its weights and gradients, and the budget "
-        f"is {room.budget_bytes:,}.{reserved} Ways out: (1) raise harmony.device_memory_gib, to well above "
-        f"{need_bytes / 2**30:.2g}; (2) name smaller layers in harmony.layers."
+        f"layer {largest} alone takes {most_bytes:,} bytes ({amount(most_bytes)}) of device memory for its weights and "
+        f"gradients, and the budget is {room.budget_bytes:,}.{reserved} Ways out: (1) raise harmony.device_memory_gib, to "
+        f"well above {gib_number(need_bytes)}; (2) name smaller layers in harmony.layers."
     )
 
 

@@ -8,7 +8,7 @@ from harmony_ds.config.harmony import HarmonySettings
 from harmony_ds.decomposer.graph import LayerGraph
 from harmony_ds.scheduler.compose import Group, compose_step
 from harmony_ds.scheduler.costs import CostTable
-from harmony_ds.scheduler.grid import counted
+from harmony_ds.scheduler.grid import amount, counted, gib_number
 from harmony_ds.scheduler.memory import walk_memory
 from harmony_ds.scheduler.plan import Packing, Plan, Policy
 from harmony_ds.scheduler.profile import Machine
@@ -148,14 +148,14 @@ def explain(plan: Plan, request: PlanRequest, graph: LayerGraph, costs: CostTabl
     rest = plan.peak_bytes - stays - min(2, len(packs)) * weights - gradients
     pack_layers = request.settings.pack_layers or 1
     ways = (
-        "raise harmony.device_memory_gib",
+        f"raise harmony.device_memory_gib to {gib_number(plan.peak_bytes + request.beside_bytes)} or more",
         "lower train_micro_batch_size_per_gpu",
         f"lower harmony.pack_layers (now {pack_layers})" if pack_layers > 1 else "",
         "name smaller layers in harmony.layers",
         "lower harmony.residency" if plan.policy.resident else "",
     )
     return (
-        f"the smallest plan needs {plan.peak_bytes:,} bytes of device memory but the budget is "
+        f"the smallest plan needs {plan.peak_bytes:,} bytes ({amount(plan.peak_bytes)}) of device memory but the budget is "
         f"{request.budget}: {plan.peak_bytes - request.budget_bytes:,} too many. It holds "
         f"{weights:,} bytes of weights for the largest pack (twice while the next pack is prefetched), {gradients:,} of "
         f"gradients, {stays:,} that are resident, and about {max(rest, 0):,} of activations of "

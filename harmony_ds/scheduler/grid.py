@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -230,6 +231,15 @@ def amount(nbytes: int) -> str:
         if nbytes >= unit:
             return f"{nbytes / unit:,.1f} {name}"
     return f"{nbytes} B"
+
+
+def gib_number(nbytes: int) -> str:
+    """Return GiB that hold `nbytes`, for harmony.device_memory_gib: four digits, rounded up."""
+    if nbytes <= 0:
+        return "0"
+    gib = nbytes / 2**30
+    step = 10.0 ** (math.floor(math.log10(gib)) - 3)
+    return f"{math.ceil(gib / step) * step:.4g}"
 
 
 def duration(ms: float) -> str:

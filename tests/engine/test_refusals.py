@@ -117,7 +117,8 @@ def test_a_budget_that_one_layer_does_not_fit_is_refused_by_initialize() -> None
     model, expected = LLAMA.build(0.0), LLAMA.build(0.0)
     before = weights_of(model)
     said = (
-        r"layer model.layers.0 alone takes 61,952 bytes .* and the budget is 61,951\. Ways out: \(1\) raise harmony.dev"
+        r"layer model.layers.0 alone takes 61,952 bytes \(60\.5 KiB\) .* and the budget is 61,951\. "
+        r"Ways out: \(1\) raise harmony.device_memory_gib, to well above 5\.77e-05"
     )
     with pytest.raises(DoesNotFitError, match=said):
         harmony_ds.initialize(model=model, config=config_of(4), device=CpuDevice(LARGEST_LAYER_BYTES - 1))

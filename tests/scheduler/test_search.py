@@ -263,6 +263,8 @@ def test_where_nothing_fits_the_error_has_both_numbers_and_the_ways_out() -> Non
 
     assert f"the budget is 1,000: {smallest - 1000:,} too many" in message
     assert choose(request(smallest)).peak_bytes == smallest
+    gib = float(re.findall(r"raise harmony.device_memory_gib to ([\d.e-]+) or more", message)[0])
+    assert smallest <= gib * 2**30 < 1.01 * smallest
     with pytest.raises(DoesNotFitError, match=": 1 too many"):
         choose(request(smallest - 1))
     for key in ("harmony.device_memory_gib", "train_micro_batch_size_per_gpu", "harmony.layers"):
