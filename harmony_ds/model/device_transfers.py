@@ -28,6 +28,7 @@ from harmony_ds.errors import ModelError
 from harmony_ds.model.arguments import change_contents
 from harmony_ds.model.intercept import ContextFactory
 from harmony_ds.model.slices import parts_moved
+from harmony_ds.model.targets import GradientSum, GradientTarget, Targets
 from harmony_ds.model.trees import map_tensors, tensors_in
 from harmony_ds.offload.ledger import Ledger
 
@@ -127,6 +128,30 @@ class DeviceTransfers:
         self._input_copies.append((tensor, copy, copy._version))
         return copy
 
+    def follow(
+        self, tensors: list[Tensor], targets: Targets, gradients: list[Tensor | None]
+    ) -> tuple[list[Tensor], Targets, list[Tensor | None]]:
+        """Return what a recorded call is propagated through with, on the current device.
+
+        It was recorded on another one if there has been a new plan since: gradients of its inputs go back there.
+
+        Args:
+            tensors: its saved inputs.
+            targets: of their gradients.
+            gradients: of its outputs.
+        """
+        if self._group is None or not self._has_distinct_devices:
+            return tensors, targets, gradients
+        ends: Targets = []
+        for target in targets:
+            place = self._numbers.get(target.device) if isinstance(target, GradientSum) else None
+            if target is None or place in (None, self._group.number):
+                ends.append(target)
+            else:
+                ends.append(_SentBack(target, self, place))
+        moved = [None if gradient is None else self.move(gradient) for gradient in gradients]
+        return self.to_current(tensors), ends, moved
+
     def check_input_copies(self, layer: str) -> None:
         """Mark tensors whose copies `layer` has just changed in place: reading them is refused (`device_of`)."""
         if not self._input_copies:  # as on one device
@@ -170,6 +195,21 @@ class DeviceTransfers:
         self._input_copies.clear()
         while self._of_leaves:
             self._of_leaves.pop().clear()
+
+
+class _SentBack:
+    """Target of a gradient that is made on the current device, and belongs on another one, `place`."""
+
+    def __init__(self, target: GradientTarget, device_transfers: DeviceTransfers, place: int | None) -> None:
+        self._target = target
+        self._device_transfers = device_transfers
+        self._place = place
+
+    def add(self, gradient: Tensor) -> None:
+        self._target.add(self._device_transfers.move(gradient, self._place))
+
+    def pop(self) -> Tensor | None:
+        return self._target.pop()
 
 
 class _DeviceTransfer(torch.autograd.Function):

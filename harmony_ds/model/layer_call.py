@@ -438,12 +438,13 @@ class LayerCalls:
                 _propagate(layer, call, leaves, gradients)
         else:
             with _isolated(layer, call):
+                follow = partial(self._device_transfers.follow, targets=call.targets, gradients=gradients)
                 pieces: Iterable[Piece]
                 if call.slicing is None:
-                    pieces = [(self._saved_inputs(layer, call), call.targets, gradients)]
+                    pieces = [follow(self._saved_inputs(layer, call))]
                 else:
                     tensors, bring = self._inputs_to_cut(layer, call, call.slicing)
-                    pieces = call.slicing.propagated(tensors, call.targets, gradients, bring)
+                    pieces = call.slicing.propagated(*follow(tensors), bring)
                 for number, (own, targets, given) in enumerate(pieces):
                     if number:
                         gather()

@@ -30,14 +30,15 @@ Targets = list[GradientTarget | None]
 
 
 class GradientSum:
-    """The gradient of one tensor, added up from the gradients of its uses; it has the tensor's shape and dtype."""
+    """The gradient of one tensor, added up from the gradients of its uses; it has the tensor's shape, dtype and device."""
 
-    __slots__ = ("dtype", "gradient", "shape")
+    __slots__ = ("device", "dtype", "gradient", "shape")
 
     def __init__(self, tensor: Tensor) -> None:
         self.gradient: Tensor | None = None
         self.shape = tensor.shape
         self.dtype = tensor.dtype
+        self.device = tensor.device
 
     @property
     def nbytes(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import random
 from dataclasses import dataclass, field, replace
@@ -200,3 +201,41 @@ def test_a_stashed_tensor_that_is_discarded_leaves_no_queued_copy_to_the_next_in
         assert stash.tensor(entry).eq(2.0).all()
         stash.release(entry)
     stash.destroy()
+
+
+class Longer(nn.Module):
+    """Takes some data through a layer more, after the first one: all later layers run on the other device then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.more, self.middle = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        if len(x) == 3:
+            x = torch.tanh(self.more(x))
+        return self.last(torch.tanh(self.middle(x))).pow(2).mean()
+
+
+@pytest.mark.parametrize("stash", ["device", "host"])
+def test_micro_batches_that_were_looked_at_before_a_new_plan_are_propagated_back_from_on_its_devices(
+    stash: str,
+) -> None:
+    torch.manual_seed(0)
+    model, inputs = Longer(), [torch.randn(rows, 6) for rows in (4, 4, 3, 4)]
+    plain = copy.deepcopy(model)
+    for x in inputs:
+        (plain(x) / len(inputs)).backward()
+    sgd(plain.parameters()).step()
+
+    config = config_of(len(inputs), harmony={"pack_layers": 1, "stash": stash})
+    with late_engine(model, config, make=sgd, device=late_devices(2)) as engine:
+        losses = [engine(x) for x in inputs]
+        for loss in losses:
+            loss.item()
+        for loss in losses:
+            engine.backward(loss)
+            engine.step()
+
+    assert_same(model, plain, bitwise=True)
