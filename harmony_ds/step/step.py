@@ -530,6 +530,9 @@ class Step:
 
     def _run_updates(self, wanted: Sequence[PendingMicroBatch], hyper: Hyper, norm_options: NormOptions | None) -> None:
         """Issue the updates that the run of the `wanted` has not issued."""
+        if self.has_accumulated or not wanted:
+            # Forward passes that have run alone may still be swapping in what these runs write at once.
+            self.context.runtime.resident_packs.finish_reads()
         if self.has_accumulated:
             update_plan, self._update_plan = self._update_plan, None
             self.execute(Run(RunKind.UPDATE, (), hyper, norm_options, update_plan=update_plan))

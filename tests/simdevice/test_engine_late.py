@@ -380,3 +380,27 @@ def test_an_input_that_a_layer_keeps_may_be_used_after_the_step(seed: int | None
                 seen.append(layer.kept.detach().sum())  # a kernel, which nobody waits for
                 layer.kept = None
     assert torch.stack(seen).isfinite().all()
+
+
+class Chain(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        made: Tensor = super().forward(inputs)
+        return made.square().mean()
+
+
+def test_updates_from_gradients_that_were_read_wait_for_forward_passes_that_ran_alone() -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model: Any = Chain()
+        first, second = torch.randn(2, 3, 6)
+    expected = model(second).item()
+    with late_engine(model, config_of(2, None, {"pack_layers": 2}), make=sgd) as engine:
+        held = engine(second)  # still there at the step, and not propagated back from
+        for number in range(2):
+            engine.backward(engine(first))
+            assert number == 0 or all(parameter.grad is not None for parameter in model.parameters())
+            engine.step()
+        assert held.item() == expected
