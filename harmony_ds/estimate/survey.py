@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from harmony_ds.assembly.assemble import assemble
@@ -300,21 +301,26 @@ def _survey(
     planner = state.planner
     planner.profiler.machine = machine
     sample = _sample_of(subject, config, state)
-    for _ in planner.cuts(sample):
-        with suppress(DoesNotFitError):
-            return _survey_that_fits(state, subject, config, sample, chooses_sizes)
+    with suppress(DoesNotFitError):
+        attempt = partial(_survey_that_fits, state, subject, config, sample, chooses_sizes)
+        return planner.with_fewest_cuts(sample, attempt)
     return _survey_as_cut(state, subject, config, sample, chooses_sizes)
 
 
 def _survey_that_fits(
-    state: EngineState, subject: Subject, config: Config, sample: Sample, chooses_sizes: bool
+    state: EngineState,
+    subject: Subject,
+    config: Config,
+    sample: Sample,
+    chooses_sizes: bool,
+    tried: list[CostTable],
 ) -> Survey:
-    """Do what `_survey_as_cut` does; raise DoesNotFitError if no plan fits the device."""
+    """Do what `_survey_as_cut` does, and add costs to `tried`; raise DoesNotFitError if no plan fits the device."""
     planner = state.planner
     element = ElementBytes(config.compute_dtype.itemsize, config.accumulation_dtype.itemsize)
 
     def check_bytes(costs: CostTable) -> None:
-        planner.tried = costs
+        tried.append(costs)
         graph = planner.graph_with(costs.calls)
         request = planner.request(graph, config.gradient_accumulation_steps, planner.sizes.wanted or WHOLE)
         peak_bytes = _smallest_peak_bytes(graph, costs, element, request, state.device.copies_overlap)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from harmony_ds.config import Config
 from harmony_ds.decomposer.find import Decomposition
@@ -72,6 +72,34 @@ _FREE_PARTS, _MOST_FREE_PARTS = 32, 4
 CutSizes = tuple[Sizes | None, Tiles]
 """Rows and tokens that layer calls take."""
 
+_Found = TypeVar("_Found")
+Attempt = Callable[[list[CostTable]], _Found]
+"""Find something with the layer calls as they are cut now; add the costs of what is tried to the list. Raises
+DoesNotFitError."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Tried(Generic[_Found]):
+    """What became of an attempt, and the last costs that it tried; None: nothing could be measured."""
+
+    found: _Found | None
+    costs: CostTable | None
+    failure: DoesNotFitError | None
+
+    def result(self) -> _Found:
+        """Return what was found."""
+        assert self.found is not None
+        return self.found
+
+
+def _tried(attempt: Attempt[_Found]) -> _Tried[_Found]:
+    """Make an attempt, and return what became of it."""
+    costs: list[CostTable] = []
+    try:
+        return _Tried(attempt(costs), None, None)
+    except DoesNotFitError as error:
+        return _Tried(None, costs[-1] if costs else None, error.with_traceback(None))
+
 
 class Planner:
     """Planner of one model: it measures micro-batches and searches for plans."""
@@ -98,8 +126,6 @@ class Planner:
         self.graph = graph
         """Layers, and their call order once a micro-batch has been seen."""
         self._set_tiles(Tiles.from_config(config.harmony.tokens) if saved is None else Tiles.from_policy(saved.policy))
-        self.tried: CostTable | None = None
-        """Costs that no plan was found for, if they could be measured."""
         self._sized: SizedCosts | None = None
         self.rows = WHOLE_CALLS
         """How the plan cuts layer calls."""
@@ -190,46 +216,52 @@ class Planner:
     def _plan_that_fits(self, sample: Sample) -> tuple[int, ...]:
         """Plan with whole calls; where nothing fits, with fewer rows at a time, or fewer tokens."""
         before = self._cuts_now, self.tiles, self._sized, [*self._measured]
-        failure: DoesNotFitError | None = None
-        for _ in self.cuts(sample):
-            try:
-                moved = self._plan_with(sample)
-            except DoesNotFitError as error:
-                failure = failure or error.with_traceback(None)
-                continue
-            if (self._cuts_now, self.tiles) != before[:2]:
-                self._tell_of_cuts(sample)
-            return moved
-        (self.sizes.wanted, self._slices_from_host), tiles, self._sized, self._measured = before
-        self._set_tiles(tiles)
-        assert failure is not None
-        raise failure
+        try:
+            moved = self.with_fewest_cuts(sample, partial(self._plan_with, sample))
+        except DoesNotFitError:
+            (self.sizes.wanted, self._slices_from_host), tiles, self._sized, self._measured = before
+            self._set_tiles(tiles)
+            raise
+        if (self._cuts_now, self.tiles) != before[:2]:
+            self._tell_of_cuts(sample)
+        return moved
 
-    def cuts(self, sample: Sample) -> Iterator[None]:
-        """Cut layer calls further at each turn, as long as the caller finds no plan and the ds_config leaves it open.
+    def with_fewest_cuts(self, sample: Sample, attempt: Attempt[_Found]) -> _Found:
+        """Return what `attempt` finds with layer calls that are cut no further than it takes, where the ds_config allows.
 
         Rows come first: slices of half of them, a quarter, and so on; but not where the last layer and the loss, which is
         over all rows, take most. Then tiles of tokens, beside whole rows and, last, beside slices; then slices again, with
-        all that is between layers on the host. The caller puts the costs of what it has tried into `tried`, and goes on to
-        the next turn if that does not fit.
+        all that is between layers on the host.
+
+        Raises:
+            DoesNotFitError: the first attempt's, where none fits. Layer calls stay as the last one had them.
         """
         whole = self._cuts_now
-        self._begin_try()
-        yield
-        of_whole = self.tried
-        if of_whole is None or not head_takes_most(of_whole):  # the loss is over all rows
-            yield from self._in_slices(sample, of_whole)
+        first = _tried(attempt)
+        if first.failure is None:
+            return first.result()
+        if first.costs is None or not head_takes_most(first.costs):  # the loss is over all rows
+            found = self._with_fewest_slices(sample, attempt, first.costs)
+            if found is not None:
+                return found
             self._slice(*whole)
-            self.tried = of_whole
-        while (tiles := self.smaller_tiles(sample, self.tried)) is not None:
+        costs = first.costs
+        while (tiles := self.smaller_tiles(sample, costs)) is not None:
             self.cut_into(tiles)
-            self._begin_try()
-            yield
+            tried = _tried(attempt)
+            if tried.failure is None:
+                return tried.result()
+            costs = tried.costs
         if self.tiles.cut:
-            yield from self._in_slices(sample)
+            found = self._with_fewest_slices(sample, attempt)
+            if found is not None:
+                return found
         if self._may_take_slices_from_host:
             self._slice(WHOLE, slices_from_host=True)
-            yield from self._in_slices(sample, of_whole)
+            found = self._with_fewest_slices(sample, attempt, first.costs)
+            if found is not None:
+                return found
+        raise first.failure
 
     @property
     def cut_sizes(self) -> CutSizes:
@@ -240,10 +272,6 @@ class Planner:
     def _cuts_now(self) -> tuple[Sizes | None, bool]:
         """Rows of layer calls, and whether slices take theirs from the host."""
         return self.sizes.wanted, self._slices_from_host
-
-    def _begin_try(self) -> None:
-        """Forget the costs of the try before: this one's may not come to be known."""
-        self.tried = None
 
     @property
     def may_cut(self) -> bool:
@@ -263,14 +291,16 @@ class Planner:
         settings = self._settings
         return self._may_slice and settings.stash != "device" and settings.grouping and self._runtime.device.count == 1
 
-    def _in_slices(self, sample: Sample, of_whole: CostTable | None = None) -> Iterator[None]:
-        """Cut layer calls into slices of fewer rows at each turn.
+    def _with_fewest_slices(
+        self, sample: Sample, attempt: Attempt[_Found], of_whole: CostTable | None = None
+    ) -> _Found | None:
+        """Return what `attempt` finds with the largest slices of rows that fit; None: none fits.
 
         Args:
             of_whole: costs of calls that are not cut. Slices whose share of these is more than the budget are not tried.
         """
         if not self._may_slice:
-            return
+            return None
         rows, most_bytes = self._runtime.world.max("rows to cut", sample.rows), float("inf")
         room_bytes = self._runtime.world.max("room for slices", self._runtime.device.budget_bytes or 0)
         whole_bytes = 0 if of_whole is None else of_whole.layer_bytes
@@ -281,14 +311,16 @@ class Planner:
             if size > 1 and whole_bytes * size > room_bytes * rows:
                 continue
             self._slice(Sizes(size, size), self._slices_from_host)
-            self._begin_try()
-            yield
+            tried = _tried(attempt)
+            if tried.failure is None:
+                return tried.result()
             if not self._runtime.world.any("cut into slices", self.profiler.rows(Sizes(size, size)).cuts):
-                return
-            if self.tried is not None:
-                if self.tried.working_bytes > _LESS_WITH_HALF * most_bytes:
-                    return
-                most_bytes = self.tried.working_bytes
+                return None
+            if tried.costs is not None:
+                if tried.costs.working_bytes > _LESS_WITH_HALF * most_bytes:
+                    return None
+                most_bytes = tried.costs.working_bytes
+        return None
 
     def _slice(self, sizes: Sizes | None, slices_from_host: bool = False) -> None:
         """Cut layer calls into slices of `sizes` from now on; forget what was measured in others."""
@@ -372,8 +404,8 @@ class Planner:
     def _choose_quickly(self, costs: CostTable, sizes: Sizes) -> Choice:
         return self._choose(self.graph_with(costs.calls), costs, self._group_size, sizes, thorough=False)[0]
 
-    def _plan_with(self, sample: Sample) -> tuple[int, ...]:
-        """Plan with the first costs with which anything fits."""
+    def _plan_with(self, sample: Sample, tried: list[CostTable]) -> tuple[int, ...]:
+        """Plan with the first costs with which anything fits; add all that are tried to `tried`."""
         failure: DoesNotFitError | None = None
         before, plan = self._sized, self.plan or self._saved
         for measured in self.sizes.measured(sample, WHOLE if plan is None else Sizes.from_policy(plan.policy)):
@@ -385,7 +417,7 @@ class Planner:
                     "forward uses their own parameters, and not take module.weight or those of an nn.ParameterList itself."
                 )
             graph = self.graph_with(table.calls)
-            self.tried = table
+            tried.append(table)
             try:
                 choices = self._choose(graph, table, self._group_size, sized.sizes)
             except DoesNotFitError as error:
