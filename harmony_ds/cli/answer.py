@@ -265,9 +265,10 @@ def _show(answer: Answer, note: str) -> None:
     print(f"{batches} in a step{each}{driven}: {items:,} {unit}\n")
     if now is not None:
         _show_forecast(now, unit)
-    if now is not None and answer.changes:
+    helpful = {what: rate for what, rate in answer.changes.items() if now is not None and _helps(rate, now)}
+    if now is not None and helpful:
         print("\nwhat would help most:")
-        for what, rate in answer.changes.items():
+        for what, rate in helpful.items():
             print(f"  {what:<40} {rate:>12,.0f} {unit}/s  {round(rate / now.items_per_s - 1, 3) + 0.0:>+7.1%}")
     if answer.joining is not None:
         print("\n" + wrapped(str(answer.joining)))
@@ -275,6 +276,11 @@ def _show(answer: Answer, note: str) -> None:
         print("\n" + wrapped(str(answer.lack)))
         for number, way in enumerate(answer.lack.ways_out, 1):
             print(wrapped(f"  ({number}) {way}", "      "))
+
+
+def _helps(rate: float, now: Forecast) -> bool:
+    """Return whether a change to `rate` would be printed as more than +0.0 %."""
+    return rate >= 1.0005 * now.items_per_s
 
 
 def _show_forecast(now: Forecast, unit: str) -> None:
@@ -319,9 +325,13 @@ def _swaps_text(now: Forecast) -> str:
     """Say what a step moves between host and device, and between devices, and what ZeRO-3 offload would move."""
     swaps = now.prediction.swaps
     weights_and_gradients = swaps.weights_in + swaps.gradients_out
-    times = weights_and_gradients / max(1, lower_bound_bytes(now.plan))
-    text = f"{amount(weights_and_gradients)} of weights and gradients = {times:.2f} x the lower bound, "
-    text += f"{amount(swaps.stash_in + swaps.stash_out)} of stash"
+    stash = swaps.stash_in + swaps.stash_out
+    if now.plan.policy.devices == 1 and not weights_and_gradients + stash + swaps.moved:
+        return "none: this fits the device whole, and plain PyTorch does the same"
+    text = f"{amount(weights_and_gradients)} of weights and gradients"
+    if weights_and_gradients:
+        text += f" = {weights_and_gradients / max(1, lower_bound_bytes(now.plan)):.2f} x the lower bound"
+    text += f", {amount(stash)} of stash"
     if swaps.sent:
         text += f", {amount(swaps.sent)} to other devices"
     if swaps.moved:

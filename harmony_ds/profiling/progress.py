@@ -31,6 +31,7 @@ class Progress(LayerCallObserver):
         """`is_on`: whether anything is said: the ds_config may switch it off, and one process speaks for all."""
         self._is_on = is_on
         self._said: set[str] = set()
+        self._has_planned = False
         self._calls = 0  # of layers, while the model is measured
         self._next_line_s = 0.0
         self._next_shown_s = 0.0
@@ -76,7 +77,7 @@ class Progress(LayerCallObserver):
     # ---- what came of it
 
     def planned(self, choice: Choice, calls: int, beside_bytes: int, budget_bytes: int | None) -> None:
-        """Tell of the engine's first plan.
+        """Tell of the engine's first plan, and of each one that replaces it and differs in packs or memory.
 
         Args:
             calls: of layers in a micro-batch.
@@ -89,12 +90,17 @@ class Progress(LayerCallObserver):
         memory = f"{amount(used_bytes)} of device memory"
         if budget_bytes is not None:
             memory = f"{amount(used_bytes)} of {amount(budget_bytes)} device memory"
-        self._say_once(
-            "planned",
-            f"{packs}, {memory}, {duration(choice.prediction.step_ms)} a step predicted ({micro_batches}); measured "
-            f"{counted(calls, 'layer call')} in {duration(self._measured_s * 1e3)}, searched in "
-            f"{duration(self._searched_s * 1e3)}",
-        )
+        plan_text = f"{packs}, {memory}"
+        text = f"{plan_text}, {duration(choice.prediction.step_ms)} a step predicted ({micro_batches})"
+        if not self._has_planned:
+            self._has_planned = True
+            text += (
+                f"; measured {counted(calls, 'layer call')} in {duration(self._measured_s * 1e3)}, searched in "
+                f"{duration(self._searched_s * 1e3)}"
+            )
+        else:
+            text = f"planned anew: {text}"
+        self._say_once(plan_text, text)
 
     def first_step_done(self, step_ms: float, predicted_ms: float, deviation: str) -> None:
         """Tell how long the engine's first step took.

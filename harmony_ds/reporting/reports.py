@@ -69,7 +69,8 @@ class SwapReport:
             if nbytes:
                 into, out = self.host_to_device[kind], self.device_to_host[kind]
                 lines.append(f"  {kind:<36}{amount(into):>17}{amount(out):>16}")
-        lines.append(f"  weights and gradients {amount(self.swap_bytes)} = {self.ratio:.4f} x the lower bound")
+        times = f" = {self.ratio:.4f} x the lower bound" if self.swap_bytes else ": nothing is swapped"
+        lines.append(f"  weights and gradients {amount(self.swap_bytes)}{times}")
         if self.swap_bytes:
             saved = self.zero3_offload_bytes / self.swap_bytes
             lines.append(f"  ZeRO-3 offload would move {amount(self.zero3_offload_bytes)}, {saved:.1f} x as much")

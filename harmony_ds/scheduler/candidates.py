@@ -261,7 +261,7 @@ def describe_policy(packing: Packing, policy: Policy) -> str:
         uses.append(f"{counted(len(policy.resident), 'pack')} resident")
     packs_with_graphs = sum(1 for count in policy.graphs if count)
     if packs_with_graphs:
-        uses.append(f"{sum(policy.graphs)} graphs of {counted(packs_with_graphs, 'pack')}")
+        uses.append(f"{counted(sum(policy.graphs), 'graph')} of {counted(packs_with_graphs, 'pack')}")
     if policy.prefetch:
         uses.append("prefetch")
     text = ", ".join(uses)

@@ -51,7 +51,7 @@ class FirstSteps:
         if uses_non_outputs:
             _logger.warning(
                 "forward hooks or attributes keep tensors (%s), and the loss is made of more than the model's outputs: the "
-                "forward pass of each micro-batch runs alone, and swaps the whole model in. To keep micro-batches grouped, "
-                "let the model return what the loss is made of: docs/loops.md.",
+                "forward pass of each micro-batch runs alone, and swaps in packs that do not stay on the device. To keep "
+                "micro-batches grouped, let the model return what the loss is made of: docs/loops.md.",
                 contract.name_all(left),
             )

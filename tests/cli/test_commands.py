@@ -171,6 +171,13 @@ def test_estimate_prints_fit_speed_and_bottleneck(tiny: str) -> None:
         assert word in found.stdout
 
 
+def test_estimate_says_where_plain_pytorch_does_the_same(tiny: str) -> None:
+    found = run("estimate", tiny)
+
+    assert "none: this fits the device whole" in found.stdout
+    assert "+0.0%" not in found.stdout
+
+
 def test_estimate_as_json(tiny: str) -> None:
     data = run_json("estimate", tiny, "--micro-batch", "2", "--accumulation", "4", "--sequence", "32")
     assert data["fits"] is True

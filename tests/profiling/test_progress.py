@@ -94,3 +94,17 @@ def test_nothing_is_said_if_it_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
         told.call_reached(REQUEST)
     told.first_step_done(1.0, 2.0, "")
     assert terminal.getvalue() == ""
+
+
+def test_a_plan_that_replaces_the_first_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    told = Progress(is_on=True)
+    for peak_bytes in (1024, 1024, 2048, 2048):
+        packing, policy = SimpleNamespace(backward=(0, 1)), SimpleNamespace(joined_count=1)
+        plan = SimpleNamespace(peak_bytes=peak_bytes, packing=packing, micro_batches=4, policy=policy)
+        choice: Any = SimpleNamespace(plan=plan, prediction=SimpleNamespace(step_ms=1.0))
+        told.planned(choice, 4, 0, None)
+    assert caplog.messages == [
+        "2 packs, 1.0 KiB of device memory, 1.0 ms a step predicted (4 micro-batches); measured 4 layer calls in 0.0 ms, "
+        "searched in 0.0 ms",
+        "planned anew: 2 packs, 2.0 KiB of device memory, 1.0 ms a step predicted (4 micro-batches)",
+    ]

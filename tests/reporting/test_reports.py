@@ -80,6 +80,13 @@ def test_reports_say_what_the_allocator_reserves_beyond_the_plan() -> None:
     assert lines[3] == "  allocator     2.2 GiB to be reserved (+0.25 GiB beyond the planned peak), as replayed"
 
 
+def test_a_swap_report_says_that_nothing_is_swapped() -> None:
+    nothing = {"weights": 0, "gradients": 0, "activations": 0, "data": 0}
+    assert str(SwapReport(nothing, nothing, 0, 0, 1)).splitlines()[1:] == [
+        "  weights and gradients 0 B: nothing is swapped"
+    ]
+
+
 def test_a_swap_report_is_sorted_by_bytes() -> None:
     into = {"weights": 2 * GIB, "gradients": 0, "activations": 0, "data": 2**10}
     out = {"weights": 0, "gradients": 3 * GIB, "activations": 0, "data": 0}
