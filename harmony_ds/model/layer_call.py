@@ -471,8 +471,8 @@ class LayerCalls:
         if call.targets[0] is not None and total is not None:
             call.targets[0].add(total.view(hidden.shape))
         known = [(get_gradient_edge(o.value), one) for o, one in zip(call.beside, sums, strict=True) if one is not None]
-        if known:
-            propagate([edge for edge, _ in known], [one for _, one in known])
+        if known:  # other heads, and the operations between layers, may lead to the same graph
+            propagate([edge for edge, _ in known], [one for _, one in known], retain_graph=True)
 
     def recompute(
         self, call: RecordedCall, leaves: Leaves, replay: SetState, as_in_steps: bool = False

@@ -277,12 +277,13 @@ class Residency:
         if not on_leaves:
             return
         sums = copy.gradients
+        first = {name: gradient for name, gradient in on_leaves.items() if name not in sums}
+        # Allocated before anything is added: where memory runs out here, the run that follows adds all of them once.
+        new_sums = [torch.empty_like(gradient, dtype=self.accumulation_dtype) for gradient in first.values()]
         further = [name for name in on_leaves if name in sums]
         if further:
             torch._foreach_add_([sums[name] for name in further], [on_leaves[name] for name in further])
-        first = {name: gradient for name, gradient in on_leaves.items() if name not in sums}
         if first:
-            new_sums = [torch.empty_like(gradient, dtype=self.accumulation_dtype) for gradient in first.values()]
             torch._foreach_copy_(new_sums, list(first.values()))
             sums.update(zip(first, new_sums, strict=True))
         for name in on_leaves:

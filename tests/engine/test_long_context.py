@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from harmony_ds import HarmonyEngine
@@ -309,6 +310,44 @@ def test_losses_that_are_read_before_the_step_run_in_tiles(
         found, _ = loop_with(engine, batches, read, by_hand)
 
     assert found == pytest.approx(losses, rel=1e-5)
+    assert relative_difference(model, expected) < TOLERANCE
+
+
+class TwoLosses(nn.Module):
+    """Two losses of its logits, each times a number that is learned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(64, 16), nn.Linear(16, 64, bias=False)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3))
+        self.log_temperature = nn.Parameter(torch.zeros(()))
+
+    def forward(self, words: Tensor) -> Tensor:
+        hidden = self.embed(words)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        scores, temperature = self.head(hidden), self.log_temperature.exp()
+        loss = F.cross_entropy((scores * temperature).flatten(0, 1), words.flatten())
+        return loss + (scores * temperature).logsumexp(-1).mean()
+
+
+@pytest.mark.parametrize("is_read", [False, True], ids=["not read", "read"])
+@pytest.mark.filterwarnings("ignore:a loss or an output was looked at")
+def test_two_losses_of_one_head_propagate_back_through_a_tensor_that_both_use(is_read: bool) -> None:
+    torch.manual_seed(0)
+    model = TwoLosses()
+    expected = copy.deepcopy(model)
+    batches = [torch.arange(16)[None] + 16 * index for index in range(2 * ACCUMULATION)]
+    loop_plainly(expected, batches, ACCUMULATION, lambda call, words: call(words))
+
+    def read(engine: Any, words: Tensor) -> Tensor:
+        loss: Tensor = engine(words)
+        assert not is_read or loss.item() > 0
+        return loss
+
+    with engine_for(model, small_sgd, config_of(ACCUMULATION, harmony={"tokens": 4})) as engine:
+        loop_with(engine, batches, read, by_hand=False)
+
     assert relative_difference(model, expected) < TOLERANCE
 
 

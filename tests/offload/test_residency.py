@@ -73,6 +73,25 @@ def test_strides_of_a_gradient_are_kept() -> None:
     assert copy.gradients["p3"].stride() == (1, 3)
 
 
+def test_no_gradient_is_added_twice_where_memory_runs_out_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    residency, copy = residency_in_bf16()
+    copy.leaves["p0"].grad = torch.ones(3, 1, dtype=torch.bfloat16)
+    residency.accumulate(copy)
+    for name in ("p0", "p1"):  # a sum that is there, and one that is new
+        copy.leaves[name].grad = torch.ones_like(copy.leaves[name])
+    with monkeypatch.context() as without_memory:
+        without_memory.setattr(torch, "empty_like", raise_out_of_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            residency.accumulate(copy)
+    residency.accumulate(copy)
+    assert torch.equal(copy.gradients["p0"], torch.full((3, 1), 2.0))
+    assert torch.equal(copy.gradients["p1"], torch.ones(3, 2))
+
+
+def raise_out_of_memory(*_: Any, **__: Any) -> Tensor:
+    raise torch.OutOfMemoryError("there is none")
+
+
 def test_each_of_several_devices_swaps_in_its_share_and_the_rest_that_makes_no_whole_share() -> None:
     one, ledger = stored(nn.Sequential(nn.Linear(20, 30))), Ledger()
     names, residency = list(one.store.parameters), Residency(one.device, one.store, ledger, torch.float32)
