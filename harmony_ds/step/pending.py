@@ -75,7 +75,8 @@ _METADATA = _SHAPE.union(
 class OutputsGiven(enum.Enum):
     """What the engine gave its caller as a micro-batch's outputs."""
 
-    REAL = "the outputs, for which its forward pass ran; or none yet"
+    NONE = "none: the call has not returned, or the engine itself propagates back from its loss, as in train_batch()"
+    REAL = "the outputs, for which its forward pass ran"
     STAND_INS = "stand-ins, which are computed when the group runs"
     ON_TRIAL = "stand-ins, and the outputs once one with dimensions is asked for: it is to show what its loss uses"
 

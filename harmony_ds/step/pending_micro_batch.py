@@ -118,7 +118,7 @@ class PendingMicroBatch:
         self.nodes: WeakSet[Node] = WeakSet()
         self.loss = SharedLoss(self)
         self.stage = Stage.QUEUED
-        self.outputs_given = OutputsGiven.REAL
+        self.outputs_given = OutputsGiven.NONE
         self.stand_ins: Callable[[], object | None] = _nothing
         self._entrance: Callable[[], object | None] = _nothing  # to outputs that have been computed: weak, too
         self.divided_by: frozenset[int] = frozenset()
@@ -166,7 +166,9 @@ class PendingMicroBatch:
 
         Once it has nothing that stands for any of them, the engine does not hold those that were computed either.
         """
-        if self.needs_backward or self.stand_ins() is not None or any(node.owner() is not None for node in self.nodes):
+        if self.outputs_given is OutputsGiven.NONE or self.needs_backward:
+            return True
+        if self.stand_ins() is not None or any(node.owner() is not None for node in self.nodes):
             return True
         self.micro_batch.outputs = None
         return self._entrance() is not None

@@ -243,6 +243,7 @@ class Step:
     def outputs_of(self, pending: PendingMicroBatch) -> Any:
         """Return what the caller of `pending` gets: stand-ins, or real outputs where they are not known well enough."""
         context = self.context
+        pending.outputs_given = OutputsGiven.REAL
         if context.forward_runs_at_calls:
             return pending.outputs()
         left = context.runtime.contract.leaves_side_tensors

@@ -55,9 +55,9 @@ def test_a_model_without_values() -> None:
 def test_a_budget_too_small_is_an_error_with_both_numbers_before_any_update() -> None:
     model = LLAMA.build(0.0)
     before = weights_of(model)
-    budget = 120_000
+    budget = 80_000
     with engine_for(model, adamw, config_of(4, None, {"device_memory_gib": budget / 2**30})) as engine:
-        with pytest.raises(DoesNotFitError, match=r"needs [\d,]+ bytes .* budget is 120,000") as caught:
+        with pytest.raises(DoesNotFitError, match=r"needs [\d,]+ bytes .* budget is 80,000") as caught:
             engine.train_batch(iter(GROUPS[0]))
         assert "device_memory_gib" in str(caught.value)
         said = (
@@ -102,9 +102,9 @@ def test_memory_of_libraries_is_taken_off_the_budget_and_reported() -> None:
         train_groups(engine, GROUPS)
         assert engine.plan.peak_bytes == peak
         assert engine.memory_report().beside_bytes == 1040
-    whole = r"budget is 118,960 \(of 120,000, 1,040 are set aside for libraries'"
+    whole = r"budget is 78,960 \(of 80,000, 1,040 are set aside for libraries'"
     nothing = r"the budget is 1,400 bytes, of which libraries' workspaces .* take 1,040\. Up to"
-    for budget, said in ((120_000, whole), (1_400, nothing)):
+    for budget, said in ((80_000, whole), (1_400, nothing)):
         model = LLAMA.build(0.0) if said is whole else with_one_trained_norm()
         with (
             engine_for(model, sgd, config, device=Reserving(budget)) as engine,
