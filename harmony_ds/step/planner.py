@@ -59,6 +59,8 @@ _MOST_TILES = 3
 """Sizes of each that are tried, with which the model is measured: where none of them fits, smaller ones hardly do."""
 _TILES_OF_A_MICRO_BATCH = 4096
 """No more are tried: a micro-batch of more has many millions of tokens, and takes longer to measure than anyone waits."""
+_MOST_SLICES = 2048
+"""Slices of one layer call that are tried: measuring runs each of them, and a micro-batch of more does not come about."""
 _LESS_WITH_HALF = 0.9
 """With half the rows, layer calls take less than this fraction of the memory; else still fewer rows help no more."""
 _GRAINS = 64
@@ -308,6 +310,8 @@ class Planner:
         size = min(now.forward or rows, rows)
         while size > 1:
             size = -(-size // 2)
+            if size * _MOST_SLICES < rows:
+                return None
             if size > 1 and whole_bytes * size > room_bytes * rows:
                 continue
             self._slice(Sizes(size, size), self._slices_from_host)
