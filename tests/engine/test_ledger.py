@@ -216,6 +216,6 @@ def test_there_is_no_report_before_the_first_step() -> None:
     with engine_for(LLAMA.build(0.0), sgd, config_of(2)) as engine:
         with pytest.raises(RuntimeError, match="no optimizer step"):
             engine.swap_report()
-        with pytest.raises(RuntimeError, match="no optimizer step yet"):
+        with pytest.raises(RuntimeError, match="no optimizer step has trained"):
             engine.plan_report()
         assert engine.plan is None

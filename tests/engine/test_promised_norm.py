@@ -200,6 +200,7 @@ def test_a_skipped_step_is_not_undone_after_a_checkpoint_was_loaded(tmp_path: An
         assert (engine.get_lr(), engine.skipped_steps, engine.global_steps) == ([0.05], 1, 2)
 
 
+@pytest.mark.filterwarnings("ignore:a step updates weights from gradients that the program's own")
 def test_gradients_of_the_programs_own_that_are_not_finite_are_skipped_too() -> None:
     model = Small()
     with engine_for(model, sgd, config_of(1, 0.5, **BF16)) as engine:

@@ -321,7 +321,7 @@ def test_memory_is_reported_while_passes_run_early(clock: Clock) -> None:
         assert next(engine.module.parameters()).grad is not None
         memory = engine.memory_report()
         assert 0 < forward_alone < memory.device_peak_bytes <= memory.planned_peak_bytes
-        with pytest.raises(RuntimeError, match="no optimizer step yet"):
+        with pytest.raises(RuntimeError, match="no optimizer step has trained"):
             engine.plan_report()
 
 

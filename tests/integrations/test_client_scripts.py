@@ -203,6 +203,7 @@ def trained_plainly(script: Any, model: str, settings: dict[str, Any]) -> list[f
     return [loss for (loss,) in losses]
 
 
+@pytest.mark.filterwarnings("ignore:a loss or an output was looked at")
 def test_a_script_of_accelerate_with_two_models_and_two_ds_configs(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A trained model beside one for inference, then two that are trained; in fp32, where the script asks for bf16."""
     settings = {"lr": 2e-2, "num_epochs": 2, "batch_size": 8}

@@ -61,6 +61,7 @@ def test_resuming_in_the_middle_of_an_epoch(tmp_path: Path, config: dict[str, An
     assert_same_weights(resumed.model, whole.model)
 
 
+@pytest.mark.filterwarnings("ignore:a loss or an output was looked at")
 def test_a_trainer_goes_on_from_what_the_stock_trainer_saved_of_adapters(tmp_path: Path) -> None:
     keys = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
     config = {**dict.fromkeys(keys, "auto"), "zero_optimization": {"stage": 2}, **CONFIG}
