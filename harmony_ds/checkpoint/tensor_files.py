@@ -37,6 +37,20 @@ _NAMES = {dtype: name for name, dtype in _TYPES.items()}
 Record = SimpleNamespace
 """The attributes of an object whose class is not imported."""
 _PLAIN = (list, tuple, set, frozenset, bool, int, float, str, bytes, bytearray)
+_ZERO_STAGES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3}
+
+
+def _zero_stage(kind: type, name: str) -> int:
+    """Return a stage of ZeRO by its name: Python 3.11.0 to 3.11.3 write members of an enum as `getattr(enum, name)`.
+
+    Raises:
+        pickle.UnpicklingError: anything else is asked for.
+    """
+    if kind is not int or name not in _ZERO_STAGES:
+        raise pickle.UnpicklingError(f"GLOBAL getattr({kind.__name__},{name}) is not known.")
+    return _ZERO_STAGES[name]
+
+
 _INERT: list[Any] = [
     bytes,
     frozenset,
@@ -44,6 +58,7 @@ _INERT: list[Any] = [
     (Record, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
     (Record, "deepspeed.utils.tensor_fragment.fragment_address"),
     (int, "deepspeed.runtime.zero.config.ZeroStageEnum"),
+    (_zero_stage, "builtins.getattr"),
 ]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.zero.config import ZeroStageEnum
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -101,3 +102,23 @@ def test_files_of_torch_save_are_refused_by_their_fault_and_never_executed(tmp_p
     ):
         with pytest.raises(CheckpointError, match=rf"{name}.pt {fault}"):
             load_pickle(tmp_path / f"{name}.pt")
+
+
+class ByName:
+    """Is written as the attribute `name` of `kind`: so do Python 3.11.0 to 3.11.3 write members of an enum."""
+
+    def __init__(self, kind: type, name: str) -> None:
+        self.kind, self.name = kind, name
+
+    def __reduce__(self) -> Any:
+        return (getattr, (self.kind, self.name))
+
+
+def test_a_stage_that_is_written_by_its_name_is_read_and_no_other_attribute(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    torch.save({"zero_stage": ByName(ZeroStageEnum, "gradients")}, path)
+    assert load_pickle(path) == {"zero_stage": 2}
+    for kind, name in ((ZeroStageEnum, "__subclasses__"), (bytes, "gradients")):
+        torch.save({"zero_stage": ByName(kind, name)}, path)
+        with pytest.raises(CheckpointError, match=r"a.pt holds an object of getattr\("):
+            load_pickle(path)
