@@ -40,14 +40,14 @@ _PLAIN = (list, tuple, set, frozenset, bool, int, float, str, bytes, bytearray)
 _ZERO_STAGES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3}
 
 
-def _zero_stage(kind: type, name: str) -> int:
+def _zero_stage(kind: object, name: object) -> int:
     """Return a stage of ZeRO by its name: Python 3.11.0 to 3.11.3 write members of an enum as `getattr(enum, name)`.
 
     Raises:
         pickle.UnpicklingError: anything else is asked for.
     """
-    if kind is not int or name not in _ZERO_STAGES:
-        raise pickle.UnpicklingError(f"GLOBAL getattr({kind.__name__},{name}) is not known.")
+    if kind is not int or not isinstance(name, str) or name not in _ZERO_STAGES:  # a file may ask for anything
+        raise pickle.UnpicklingError(f"GLOBAL getattr({kind},{name}) is not known.")
     return _ZERO_STAGES[name]
 
 

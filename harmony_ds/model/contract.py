@@ -98,7 +98,7 @@ class Contract:
         names = dict(model.named_modules())
         self._names, self._modules = list(names), list(names.values())
         self._held = [module.__dict__ for module in self._modules]
-        self._ignored = [ignored_attributes(module) | {"training"} for module in self._modules]  # modes are read apart
+        self._ignored = [ignored_attributes(module) for module in self._modules]
         self._parameters = list(model.parameters())
         self.settings = ModuleSettings(self._modules, layers)
         self._written: set[Key] = set()  # by forward
@@ -243,7 +243,7 @@ class Contract:
     def _record(self) -> None:
         self._attributes = self._snapshot()
         compared = [
-            (held, [name for name in held if name not in ignored])
+            (held, [name for name in held if name not in ignored and name != "training"])  # modes are read apart
             for held, ignored in zip(self._held, self._ignored, strict=True)
         ]
         tables = [held[kind] for kind in ("_buffers", "_modules") for held in self._held]

@@ -107,7 +107,7 @@ def test_files_of_torch_save_are_refused_by_their_fault_and_never_executed(tmp_p
 class ByName:
     """Is written as the attribute `name` of `kind`: so do Python 3.11.0 to 3.11.3 write members of an enum."""
 
-    def __init__(self, kind: type, name: str) -> None:
+    def __init__(self, kind: object, name: object) -> None:
         self.kind, self.name = kind, name
 
     def __reduce__(self) -> Any:
@@ -118,7 +118,13 @@ def test_a_stage_that_is_written_by_its_name_is_read_and_no_other_attribute(tmp_
     path = tmp_path / "a.pt"
     torch.save({"zero_stage": ByName(ZeroStageEnum, "gradients")}, path)
     assert load_pickle(path) == {"zero_stage": 2}
-    for kind, name in ((ZeroStageEnum, "__subclasses__"), (bytes, "gradients")):
+    others: list[tuple[object, object]] = [
+        (ZeroStageEnum, "__subclasses__"),
+        (bytes, "gradients"),
+        ("", "upper"),
+        (1, []),
+    ]
+    for kind, name in others:
         torch.save({"zero_stage": ByName(kind, name)}, path)
         with pytest.raises(CheckpointError, match=r"a.pt holds an object of getattr\("):
             load_pickle(path)
