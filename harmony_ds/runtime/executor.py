@@ -74,6 +74,7 @@ class Executor:
         self._plan = EMPTY_PLAN
         self._is_loaded = True
         self._first_micro_batch_task = 0  # the number of its first task that is a micro-batch's
+        self._last_fused: Task | None = None
         self._needs_backward: dict[int, bool] = {}  # position of a layer call -> whether gradients flow through it
         # Where there are several devices: module -> the one that has its buffers.
         self._buffer_devices: dict[nn.Module, int] = {}
@@ -276,6 +277,7 @@ class Executor:
             if task.micro_batch >= 0:
                 self._first_micro_batch_task = number
                 break
+        self._last_fused = next((task for task in reversed(plan.tasks) if task.kind is TaskKind.FUSED), None)
         self._needs_backward = {}
         for index in plan.packing.backward:
             pack = plan.packs[index]
@@ -475,7 +477,8 @@ class Executor:
                 self._runtime.joins.check()
                 raise
         self._runtime.layer_calls.close_heads()
-        self._runtime.random.check_drawn()
+        if task is self._last_fused:  # once for all micro-batches, since it takes 0.1 ms or more: none is updated before
+            self._runtime.random.check_drawn()
         self._runtime.joins.issue_checks()
         if not plan.packs[task.pack].needs_backward and any(leaf.grad is not None for leaf in leaves.values()):
             raise OffPlanError  # it returned its input when it was measured
