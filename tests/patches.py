@@ -22,7 +22,7 @@ from harmony_ds.profiling.timing import Timing
 from harmony_ds.runtime import executor
 from harmony_ds.scheduler.costs import CallCost, CostTable
 from harmony_ds.scheduler.profile import Machine
-from harmony_ds.step import group_plans
+from harmony_ds.step import plan_composer
 from tests.scheduler.validate import composed
 
 Patch = Callable[[Any, str, Any], None]
@@ -33,7 +33,7 @@ _time = Timing.time
 
 def check_every_step(patch: Patch = setattr) -> None:
     """Let every step that is composed be validated task by task; `patch` is `setattr`, or a MonkeyPatch's."""
-    patch(group_plans, "compose_step", composed)
+    patch(plan_composer, "compose_step", composed)
 
 
 def leave_collections(patch: Patch = setattr) -> None:

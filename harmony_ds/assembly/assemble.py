@@ -32,13 +32,13 @@ from harmony_ds.model.joined import Joins
 from harmony_ds.model.layer_call import LayerCalls
 from harmony_ds.model.random_streams import RandomStreams
 from harmony_ds.offload.crossing_tensors import CrossingTensors
+from harmony_ds.offload.device_copies import DeviceCopies
 from harmony_ds.offload.disk import DiskFile, DiskMasters
 from harmony_ds.offload.disk_weights import DiskWeights
 from harmony_ds.offload.host_gradients import HostGradients
 from harmony_ds.offload.host_store import HostStore
 from harmony_ds.offload.ledger import Ledger
 from harmony_ds.offload.packed import OwnedBuffer, Packed, find_packed, find_packed_buffers, pack_buffers, stored_bytes
-from harmony_ds.offload.residency import Residency
 from harmony_ds.offload.split_masters import SplitMasters
 from harmony_ds.offload.stash import Stash
 from harmony_ds.optim.block_optimizer import BlockOptimizer, SharedMasters, SplitOptimizer
@@ -278,8 +278,8 @@ def _make_runtime(
     """
     # Bytes: device copies of parameters, gradients, and stashes.
     timeline = StepTimeline(device)
-    residency = Residency(device, store, ledger, accumulation_dtype)
-    resident_packs = ResidentPacks(device, store, ledger, residency, device_optimizer)
+    device_copies = DeviceCopies(device, store, ledger, accumulation_dtype)
+    resident_packs = ResidentPacks(device, store, ledger, device_copies, device_optimizer)
     stash = Stash(device, ledger)
     trains: Callable[[str], bool] = _trains_nothing
     casts: Tensor | None = None
@@ -307,11 +307,11 @@ def _make_runtime(
     )
     device_transfers = DeviceTransfers(device, ledger)
     layer_calls = LayerCalls(decomposition.layers, installation, stash, device_transfers, device.parts_to_run)
-    joins = Joins(device, device_transfers, layer_calls.layers, residency)
+    joins = Joins(device, device_transfers, layer_calls.layers, device_copies)
 
     return Runtime(
         device=device,
-        residency=residency,
+        device_copies=device_copies,
         resident_packs=resident_packs,
         stash=stash,
         crossing_tensors=CrossingTensors(device, ledger, stash),

@@ -1,7 +1,7 @@
 """Several devices that one process drives, as one `Device`: calls go to the current member.
 
-The executor enters the device of each task. Residency, stash and gradients call the group, and need not know which member
-is current.
+The executor enters the device of each task. Device copies, stash and gradients call the group, and need not know which
+member is current.
 """
 
 from __future__ import annotations

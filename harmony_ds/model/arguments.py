@@ -81,7 +81,7 @@ class CallOutputs:
         leaves: of its result, of collected tensors and of containers that it has written into.
         written: indices of arguments that are containers and have changed.
         altered: indices of `inputs` that the layer has changed in place, so that their graph leads into it.
-        inputs_changed: whether it has written into any of `inputs`, with a graph or without.
+        wrote_inputs: whether the run has written into any of `inputs`, with a graph or without.
     """
 
     inputs: list[Tensor]
@@ -89,7 +89,7 @@ class CallOutputs:
     shape: TreeStructure
     written: list[int]
     altered: list[int]
-    inputs_changed: bool = False
+    wrote_inputs: bool = False
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -23,15 +23,15 @@ from harmony_ds.model.patching import patched
 from harmony_ds.model.recorded_call import AliasedOutput, RecordedCall
 from harmony_ds.model.targets import OutputGradient, RejectGradient, Targets
 from harmony_ds.model.trees import flatten_all
-from harmony_ds.offload.residency import Leaves, leaf_over
+from harmony_ds.offload.device_copies import Leaves, leaf_over
 
 
 class CalledLayer:
     """Runs one layer, and records what its calls change.
 
     Attributes:
-        changes_inputs, changes_buffers: a call was seen to do so.
-        inputs_change: the code between layers was seen to write to an input after the call, so that copies are saved.
+        writes_inputs, changes_buffers: a call was seen to do so.
+        inputs_written_later: code between layers was seen to write into an input after the call, so that copies are saved.
         draws: a call was seen to draw random numbers that measuring had not found.
         replayed: it depends on buffers that it changes, so that a recomputation starts from their former values.
         alignment: makes a context that moves operands to one device, where layers run on several; None: not needed.
@@ -44,8 +44,8 @@ class CalledLayer:
         self.parameters = parameters
         self.reject_gradient = RejectGradient(layer.name)
         self.buffered = [module for module in layer.module.modules() if module._buffers]
-        self.changes_inputs = False
-        self.inputs_change = False
+        self.writes_inputs = False
+        self.inputs_written_later = False
         self.changes_buffers = False
         self.replayed = False
         self.draws = False
@@ -57,7 +57,7 @@ class CalledLayer:
     @property
     def may_keep_graphs(self) -> bool:
         """Whether graphs stay valid while other micro-batches pass: buffers that calls read, and inputs, stay."""
-        return not (self.replayed or self.inputs_change)
+        return not (self.replayed or self.inputs_written_later)
 
     def replay_buffers(self) -> bool:
         """Let recomputations start from its former buffers from now on; return False if they do already."""
@@ -71,7 +71,7 @@ class CalledLayer:
     @property
     def treats_rows_alike(self) -> bool:
         """Whether it was not seen to change inputs or buffers, which belong to all rows at once."""
-        return not (self.changes_inputs or self.changes_buffers)
+        return not (self.writes_inputs or self.changes_buffers)
 
     def parameter_storages(self, leaves: Leaves) -> set[int]:
         """Return the storages of the layer's parameters among `leaves`."""
@@ -119,8 +119,8 @@ class CalledLayer:
         if self.buffered:
             self._look_at_buffers(before)
         altered, written = [], []
-        inputs_changed = written_to != [tensor._version for tensor in tracked]
-        if inputs_changed:
+        wrote_inputs = written_to != [tensor._version for tensor in tracked]
+        if wrote_inputs:
             altered = [place for place, tensor in enumerate(inputs) if _leads_into_layer(tensor)]
         if held:
             written = [p for p, one in zip(arguments.containers, held, strict=True) if has_changed(values[p], one)]
@@ -132,7 +132,7 @@ class CalledLayer:
                 collection.clear()  # the call's context is kept
         else:  # the common case
             result_leaves, shape = flatten_all((result,))
-        return CallOutputs(inputs, result_leaves, shape, written, altered, inputs_changed)
+        return CallOutputs(inputs, result_leaves, shape, written, altered, wrote_inputs)
 
     def call_forward(self, request: Request, args: Sequence[Any], kwargs: Mapping[str, Any], leaves: Leaves) -> Any:
         """Call the layer's own forward: with these arguments, on `leaves`, in the modes and context of the caller.

@@ -2,7 +2,7 @@
 
 A layer's arguments move to the layer's device when it is called, or before (MOVE). Between layers, operands on different
 devices move to the device of the last layer that ran; a tensor that is changed in place stays. A transfer is part of the
-autograd graph: its gradient crosses back.
+autograd graph: its gradient is transferred back.
 
     MOVE, or the call     argument --Transfer--> argument of the layer     copied by the PEER stream
     backward, MOVE_BACK   gradient <--Transfer-- gradient
@@ -33,7 +33,7 @@ from harmony_ds.model.trees import map_tensors, tensors_in
 from harmony_ds.offload.ledger import Ledger
 
 _PLACE = "_harmony_device"
-_COPIES = "_harmony_crossed"
+_COPIES = "_harmony_transferred"
 _CHANGED = "_harmony_changed"
 _CopiesByDevice = dict[int, tuple[int, Tensor]]
 """By device number: the version of a tensor that was copied there, and the copy."""

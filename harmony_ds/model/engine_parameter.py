@@ -18,9 +18,9 @@ from harmony_ds.model.graph_cut import raise_explained
 from harmony_ds.model.link import Owner, ParameterLink
 from harmony_ds.model.packed_gate import gated
 from harmony_ds.model.patching import patched
+from harmony_ds.offload.device_copies import leaf_over
 from harmony_ds.offload.host_store import HostStore, bypass_hooks
 from harmony_ds.offload.rebuild import LINK
-from harmony_ds.offload.residency import leaf_over
 from harmony_ds.optim.host_optimizer import HostOptimizer
 from harmony_ds.optim.resident_packs import ResidentPacks
 

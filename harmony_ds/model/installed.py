@@ -27,11 +27,11 @@ from harmony_ds.model.buffers import DeviceBuffers
 from harmony_ds.model.contract import UnseenError
 from harmony_ds.model.intercept import is_between_layers
 from harmony_ds.model.patching import Item, patched
+from harmony_ds.offload.device_copies import Leaves
 from harmony_ds.offload.host_store import bypass_hooks
 from harmony_ds.offload.ledger import Ledger
 from harmony_ds.offload.packed import OwnedBuffer
 from harmony_ds.offload.rebuild import Attributes
-from harmony_ds.offload.residency import Leaves
 
 _AT_HOME: Mapping[nn.Module, int] = {}
 Touched = Callable[[str], Tensor]

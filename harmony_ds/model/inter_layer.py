@@ -41,8 +41,14 @@ class InterLayerGraph:
         return self._edges[key][1]
 
     def propagate_due(self, call: int) -> None:
-        """Propagate gradients of all inputs that were computed from call `call` or a later one (-1: all)."""
-        due = [(e, t) for e, t in self._edges.values() if t.gradient is not None and t.deadline >= call]
+        """Propagate gradients of all inputs that were computed from call `call` or a later one."""
+        self._propagate([(e, t) for e, t in self._edges.values() if t.gradient is not None and t.deadline >= call])
+
+    def propagate_all(self) -> None:
+        """Propagate gradients of all inputs."""
+        self._propagate([(e, t) for e, t in self._edges.values() if t.gradient is not None])
+
+    def _propagate(self, due: list[tuple[GradientEdge, InterLayerGradient]]) -> None:
         if due:
             propagate([edge for edge, _ in due], [target.pop() for _, target in due], retain_graph=True)
 

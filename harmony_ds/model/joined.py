@@ -30,8 +30,8 @@ from harmony_ds.model.intercept import Request
 from harmony_ds.model.sameness import equal
 from harmony_ds.model.slices import parts_of, whole_of
 from harmony_ds.model.trees import flatten_all, unflatten_all
+from harmony_ds.offload.device_copies import DeviceCopies
 from harmony_ds.offload.host_buffers import HostBuffer, HostBuffers
-from harmony_ds.offload.residency import Residency
 from harmony_ds.scheduler.rows import Places, RowDims
 
 _logger = logging.getLogger(__name__)
@@ -72,7 +72,11 @@ class Joins:
     """
 
     def __init__(
-        self, device: Device, device_transfers: DeviceTransfers, layers: Sequence[CalledLayer], residency: Residency
+        self,
+        device: Device,
+        device_transfers: DeviceTransfers,
+        layers: Sequence[CalledLayer],
+        device_copies: DeviceCopies,
     ) -> None:
         self.dims: Mapping[int, Mapping[Places, RowDims]] = {}
         self.are_random = False
@@ -80,7 +84,7 @@ class Joins:
         self._device = device
         self._device_transfers = device_transfers
         self._layers = layers
-        self._residency = residency
+        self._device_copies = device_copies
         self._refused: dict[int, str] = {}
         self._same: dict[tuple[int, ...], tuple[Sequence[Tensor], list[int]]] = {}  # compared in this step, and by whom
         self._doubts: defaultdict[int, list[tuple[list[int], Tensor]]] = defaultdict(list)
@@ -114,7 +118,7 @@ class Joins:
         layer = requests[0].layer
         called = self._layers[layer]  # whose hooks see each micro-batch's gradient
         known = layer in self.dims and layer not in self._refused and called.treats_rows_alike
-        if len(requests) < 2 or not known or self._residency.are_hooked(called.names):
+        if len(requests) < 2 or not known or self._device_copies.are_hooked(called.names):
             return [Joined((place,), request) for place, request in enumerate(requests)]
         alike: dict[Any, list[int]] = {}
         given = [LayerInputs.from_request(request) for request in requests]

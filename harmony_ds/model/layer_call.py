@@ -28,6 +28,7 @@ from harmony_ds.model.called_layer import CalledLayer, copy_with_gradient, cut_o
 from harmony_ds.model.contract import UnseenError
 from harmony_ds.model.device_transfers import DeviceTransfers
 from harmony_ds.model.graph_cut import cut, propagate
+from harmony_ds.model.head_tiles import HeadTiles
 from harmony_ds.model.installed import Installation
 from harmony_ds.model.inter_layer import InterLayerGraph
 from harmony_ds.model.intercept import Request
@@ -41,9 +42,8 @@ from harmony_ds.model.token_expression import HeadCall, TiledWork, tensors_besid
 from harmony_ds.model.token_proof import ModuleCall, TokenProof, prove
 from harmony_ds.model.token_rules import TokenPlace, TokensMixedError
 from harmony_ds.model.token_tensor import TokenTensor
-from harmony_ds.model.token_tiles import TokenTiles
 from harmony_ds.model.trees import map_tensors, tensors_in
-from harmony_ds.offload.residency import Leaves
+from harmony_ds.offload.device_copies import Leaves
 from harmony_ds.offload.stash import Stash, StashEntry
 from harmony_ds.scheduler.rows import WHOLE_CALLS, Rows
 
@@ -61,7 +61,7 @@ class LayerCalls:
 
     Attributes:
         layers: by index, with what has been seen of them.
-        tiles: which heads are called in tiles of tokens, with the loss.
+        head_tiles: which heads are called in tiles of tokens, with the loss.
         layer_tiles: which calls inside layers run in tiles of tokens.
         checks_recomputation: outputs of a recomputation are compared with those of forward.
         slices_from_host: in backward, slices of rows take their inputs from the host, where these wait there.
@@ -75,7 +75,7 @@ class LayerCalls:
         device_transfers: DeviceTransfers,
         parts_to_run: PartsToRun,
     ) -> None:
-        self.tiles = TokenTiles()
+        self.head_tiles = HeadTiles()
         self.layer_tiles = LayerTiles(parts_to_run)
         self.layers = [
             CalledLayer(layer, installation.parameters_of(layer.module), self.layer_tiles) for layer in layers
@@ -169,7 +169,7 @@ class LayerCalls:
         if inputs is None:
             return None
         hidden = inputs.hidden if propagates else inputs.hidden.detach()
-        head = HeadCall(hidden, inputs.run, self.tiles.size, weights, gather or _nothing, self._parts_to_run)
+        head = HeadCall(hidden, inputs.run, self.head_tiles.size, weights, gather or _nothing, self._parts_to_run)
         output = _output_of(head, request)
         if output is not None:
             self._open_heads.append((request.layer, head))
@@ -196,7 +196,7 @@ class LayerCalls:
         hidden, arguments = inputs.hidden, inputs.arguments
         target = inter_layer.target(hidden) if hidden.requires_grad else None
         cut_hidden = hidden.detach().requires_grad_(hidden.requires_grad)
-        head = HeadCall(cut_hidden, inputs.run, self.tiles.size, weights, _nothing, self._parts_to_run)
+        head = HeadCall(cut_hidden, inputs.run, self.head_tiles.size, weights, _nothing, self._parts_to_run)
 
         def recorded(work: TiledWork) -> list[Tensor]:
             made = work.compute(head.hidden)
@@ -224,7 +224,7 @@ class LayerCalls:
         """Compute nothing of the output of one head any more."""
         head.close()
         for function, shape in head.computed_whole_for.items():
-            if self.tiles.is_new_use(layer, function):
+            if self.head_tiles.is_new_use(layer, function):
                 _logger.warning(
                     "what layer %s gives (%s) is computed for all tokens of a micro-batch at once: it is not known how %s "
                     "could run in tiles of tokens (docs/long_context.md).",
@@ -237,13 +237,13 @@ class LayerCalls:
         self, request: Request, weights: Callable[[], AbstractContextManager[Any]]
     ) -> _HeadInputs | None:
         """Return what a head's call is given, on its device, if it may run in tiles, and has more tokens; else None."""
-        inputs = self._inputs_of_head(request) if self.tiles.has_head(request.layer) else None
-        if inputs is None or inputs.tokens <= self.tiles.size:
+        inputs = self._inputs_of_head(request) if self.head_tiles.has_head(request.layer) else None
+        if inputs is None or inputs.tokens <= self.head_tiles.size:
             return None
-        form = request.layer, inputs.hidden.shape, self.tiles.size
+        form = request.layer, inputs.hidden.shape, self.head_tiles.size
         if form not in self._may_run_in_tiles:
             with weights() as leaves:
-                self._may_run_in_tiles[form] = inputs.may_run_in_tiles(self.tiles.size, leaves)
+                self._may_run_in_tiles[form] = inputs.may_run_in_tiles(self.head_tiles.size, leaves)
         if not self._may_run_in_tiles[form]:
             return None
         (hidden,) = self._device_transfers.to_current([inputs.hidden])
@@ -323,7 +323,7 @@ class LayerCalls:
         if self.checks_recomputation and call.slicing is None:
             call.norms = norms_of(outcome.tensors)
         outputs = self._cut_outputs(layer, call, given, outcome, leaves)
-        self._check_seen(layer, call, outcome.inputs_changed)
+        self._check_seen(layer, call, outcome.wrote_inputs)
         return outputs, self._unless_without_gradient(call)
 
     def forward_with_graph(
@@ -340,7 +340,7 @@ class LayerCalls:
         outcome = layer.run(call, [tensor.detach() for tensor in given.tensors], leaves, call.targets)
         call.states.append(read_state())  # after the call, as after a recomputation
         outputs = self._cut_outputs(layer, call, given, outcome, leaves)
-        self._check_seen(layer, call, inputs_changed=False)  # autograd itself checks inputs that a graph has saved
+        self._check_seen(layer, call, wrote_inputs=False)  # autograd itself checks inputs that a graph has saved
         call.keep_graph(outcome.tensors)
         return outputs, self._unless_without_gradient(call)
 
@@ -387,15 +387,15 @@ class LayerCalls:
                 )
         call.buffers = clone_buffers(layer.buffered) if layer.replayed else None
         saved = tensors
-        if layer.changes_inputs or layer.inputs_change:
+        if layer.writes_inputs or layer.inputs_written_later:
             saved = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
         call.tensors = [self._stash.put(tensor, layer.name) for tensor in saved]
 
-    def _check_seen(self, layer: CalledLayer, call: RecordedCall, inputs_changed: bool) -> None:
+    def _check_seen(self, layer: CalledLayer, call: RecordedCall, wrote_inputs: bool) -> None:
         """Raise UnseenError if the call changed buffers or inputs, and the layer was not known to do so."""
         what = "a buffer" if layer.replayed and call.buffers is None else None
-        if what is None and inputs_changed and not layer.changes_inputs:
-            layer.changes_inputs = True
+        if what is None and wrote_inputs and not layer.writes_inputs:
+            layer.writes_inputs = True
             what = "its input in place"
         if what is not None:
             self._report_unseen(f"layer {layer.name} changes {what}, which was not seen when the model was measured.")
@@ -492,7 +492,7 @@ class LayerCalls:
     def _saved_inputs(self, layer: CalledLayer, call: RecordedCall) -> list[Tensor]:
         """Return the call's inputs, detached; raise ModelError if one was changed in place."""
         tensors = [self._stash.tensor(entry) for entry in call.tensors]
-        return [t.clone() for t in tensors] if layer.changes_inputs else tensors
+        return [t.clone() for t in tensors] if layer.writes_inputs else tensors
 
     def _inputs_to_cut(
         self, layer: CalledLayer, call: RecordedCall, slicing: Slicing
@@ -552,7 +552,7 @@ class LayerCalls:
             outcome = layer.run(call, slicing.inputs_of(part, tensors), leaves, ends)
             whole.add(part, outcome.inputs, outcome.leaves)
             first = first or CallOutputs(tensors, whole.leaves, outcome.shape, outcome.written, [])
-            first.inputs_changed |= outcome.inputs_changed
+            first.wrote_inputs |= outcome.wrote_inputs
             del outcome
         assert first is not None
         if not slicing.draws and states_differ(call.states[0], read_state()):

@@ -81,8 +81,8 @@ class RecordedCall:
             for output, target in zip(outputs, self.output_gradients, strict=True)
         ]
 
-    def propagated(self) -> None:
-        """Refuse gradients of the outputs from now on."""
+    def refuse_further_gradients(self) -> None:
+        """Let a gradient that still comes to an output raise ModelError: the call has been propagated through."""
         for output_gradient in filter(None, self.output_gradients):
             output_gradient.propagated = True
 

@@ -2,7 +2,7 @@
 
 A pack's gradients take this way, once a step:
 
-    1. leaf      autograd adds up each micro-batch's gradient on the pack's device copy (`residency`)
+    1. leaf      autograd adds up each micro-batch's gradient on the pack's device copy (`device_copies`)
     2. sum       or in a tensor beside it, where gradients accumulate in another dtype than the weights'
     3. norm      computed on the device, if nothing will be added on the host (`norms_of`)
     4. copy      SWAP_OUT copies sums and norms to a page-locked host buffer (`swap_out`)

@@ -29,12 +29,12 @@ class StashEntry:
         "__weakref__",
         "arrived",
         "buffer",
-        "crossed",
         "cut",
         "device_tensor",
         "due",
         "host_tensor",
         "layer",
+        "serves_crossing",
         "stays",
         "users",
         "version",
@@ -46,7 +46,7 @@ class StashEntry:
         self.host_tensor: Tensor | None = None
         self.buffer: HostBuffer | None = None  # of the host tensor
         self.arrived: Event | None = None  # after the last copy, if nothing has waited for it
-        self.crossed = False  # the copy on the host is a crossing tensor's, too: it outlives a swap-out
+        self.serves_crossing = False  # the copy on the host is also that of a crossing tensor
         self.cut = False  # slices have been copied from the host
         self.users = 0  # layer calls that will be recomputed with it
         # Of them, those of each pack that it was asked back for, the pack that runs first at the front.
@@ -89,7 +89,9 @@ class Stash:
             entry = StashEntry(tensor, layer)
             setattr(tensor, _ENTRY, entry)
         elif entry.device_tensor is None:
-            if entry.crossed and entry.host_tensor is not None:  # it was on the host between two packs, and is back
+            if (
+                entry.serves_crossing and entry.host_tensor is not None
+            ):  # it was on the host between two packs, and is back
                 entry.device_tensor = tensor.detach()
             else:  # its calls have been recomputed, or wait on the host: it cannot be shared
                 entry = StashEntry(tensor, layer)
@@ -130,7 +132,7 @@ class Stash:
             setattr(tensor, _ENTRY, entry)
             entry.buffer, entry.host_tensor = self.copy_out(entry, tensor.detach())
             entry.arrived = self._device.record(Stream.SWAP_OUT)
-        entry.device_tensor, entry.crossed = None, True
+        entry.device_tensor, entry.serves_crossing = None, True
         return entry, is_copied
 
     def holds_on_device(self, tensor: Tensor) -> bool:

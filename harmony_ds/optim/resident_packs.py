@@ -26,12 +26,12 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds.device.base import Device, Event, Stream
+from harmony_ds.offload.device_copies import DeviceCopies, DeviceCopy, Leaves, same_bits
 from harmony_ds.offload.gradient_sums import GradientSums
 from harmony_ds.offload.host_buffers import HostBuffers
 from harmony_ds.offload.host_store import HostStore
 from harmony_ds.offload.layout import layout_of
 from harmony_ds.offload.ledger import Ledger, TrafficKind
-from harmony_ds.offload.residency import DeviceCopy, Leaves, Residency, same_bits
 from harmony_ds.optim.device_optimizer import DeviceOptimizer
 from harmony_ds.optim.host_optimizer import Hyper
 
@@ -53,13 +53,18 @@ class ResidentPacks(GradientSums):
     """The resident packs of a model, and the gradients that wait there for their update; for the engine's thread alone."""
 
     def __init__(
-        self, device: Device, store: HostStore, ledger: Ledger, residency: Residency, optimizer: DeviceOptimizer | None
+        self,
+        device: Device,
+        store: HostStore,
+        ledger: Ledger,
+        device_copies: DeviceCopies,
+        optimizer: DeviceOptimizer | None,
     ) -> None:
         super().__init__(lambda name: optimizer is not None and optimizer.trains(name))
         self._device = device
         self._store = store
         self._ledger = ledger
-        self._residency = residency
+        self._device_copies = device_copies
         self._optimizer = optimizer
         self._names: tuple[ParameterNames, ...] = ()
         self._packs: list[DeviceCopy] = []  # in the order of `_names`; packs may share parameters
@@ -102,7 +107,7 @@ class ResidentPacks(GradientSums):
 
     def _load_pack(self, names: ParameterNames) -> None:
         fresh = tuple(name for name in names if name not in self._weights)
-        copy = self._residency.swap_in(fresh, TrafficKind.RESIDENT)
+        copy = self._device_copies.swap_in(fresh, TrafficKind.RESIDENT)
         self._packs.append(copy)
         copy.wait(self._device)
         for name in fresh:
@@ -114,7 +119,7 @@ class ResidentPacks(GradientSums):
                 self._watched[name] = self._store.weight(name).clone()
         present = {name: self._weights[name] for name in names if name not in copy.memory}
         if present:
-            copy.leaves.add(self._residency.leaves_over(present))
+            copy.leaves.add(self._device_copies.leaves_over(present))
             copy.memory.update(present)
         if self._optimizer is not None:
             self._load_training_state([name for name in fresh if self._optimizer.trains(name)], self._optimizer)
@@ -175,7 +180,7 @@ class ResidentPacks(GradientSums):
 
     def finish_reads(self) -> None:
         """Wait until no queued copy reads host memory any more, so that it may be written."""
-        self._residency.finish_reads()
+        self._device_copies.finish_reads()
         if self._last_read is not None:
             self._last_read.synchronize()
             self._last_read = None
@@ -197,7 +202,7 @@ class ResidentPacks(GradientSums):
             else:
                 found[name] = next(copy.leaves[name] for copy in self._packs if name in copy.leaves)
         if packed:
-            found.add(self._residency.leaves_over(packed))
+            found.add(self._device_copies.leaves_over(packed))
         return found
 
     def evict_all(self) -> None:
@@ -208,7 +213,7 @@ class ResidentPacks(GradientSums):
             self._watched[name] = None
         self.clear_gradients()
         for copy in self._packs:
-            self._residency.evict(copy)
+            self._device_copies.evict(copy)
         for buffer in self._masters:
             self._device.free(buffer)
         if self._optimizer is not None:
@@ -339,19 +344,19 @@ class ResidentPacks(GradientSums):
         """Return the gradient of `name`: the first pack's sum in backward order, to which the other packs' are added."""
         total: Tensor | None = None
         for copy in reversed(self._packs):
-            part = self._residency.gradient(copy, name)
+            part = self._device_copies.gradient(copy, name)
             if total is None:
                 total = part
             elif part is not None:
                 total.add_(part)
-                self._residency.clear_gradient(copy, name)
+                self._device_copies.clear_gradient(copy, name)
         return total
 
     @torch.no_grad()
     def add_gradient(self, name: str, gradient: Tensor) -> None:
         """Add `gradient` (on any device) to the gradient of `name` on the device."""
         copy = next(copy for copy in reversed(self._packs) if name in copy.leaves)
-        self._residency.add_gradient(copy, name, gradient)
+        self._device_copies.add_gradient(copy, name, gradient)
 
     def pop_all(self) -> dict[str, Tensor]:
         """Remove all gradients and their norms, and return copies of the gradients on the host."""
@@ -413,4 +418,4 @@ class ResidentPacks(GradientSums):
         chosen = list(self._weights if names is None else names)
         for copy in self._packs:
             for name in chosen:
-                self._residency.clear_gradient(copy, name)
+                self._device_copies.clear_gradient(copy, name)

@@ -31,7 +31,7 @@ from harmony_ds.model.sameness import comparison
 from harmony_ds.model.targets import GradientSum, InterLayerGradient, OutputGradient
 from harmony_ds.model.token_tensor import TokenTensor, is_not_computed
 from harmony_ds.model.trees import tensors_in
-from harmony_ds.offload.residency import DeviceCopy, Residency
+from harmony_ds.offload.device_copies import DeviceCopies, DeviceCopy
 from harmony_ds.offload.stash import StashEntry
 from harmony_ds.profiling.call_measurement import CallMeasurement, MicroBatchMeasurement, Pairs
 from harmony_ds.profiling.passes import ModelPasses
@@ -245,16 +245,18 @@ class Measurement(LayerCallObserver):
 
     def _open_head(self, request: Request, copy: DeviceCopy) -> TokenTensor | None:
         """Return the output of a call that is computed in tiles of tokens with the loss; None: it runs now, whole."""
-        tiles, residency = self._runtime.layer_calls.tiles, self._runtime.residency
+        tiles, device_copies = self._runtime.layer_calls.head_tiles, self._runtime.device_copies
         if tiles.size and request.layer not in tiles.heads and request.grad:
             tiles.heads[request.layer] = self._runtime.layer_calls.may_be_head(request, copy.leaves)
-        head = self._passes.open_head(request, copy, partial(_gather, residency, copy))
+        head = self._passes.open_head(request, copy, partial(_gather, device_copies, copy))
         if head is None:
             return None
-        if residency.accumulates_in_place:
+        if device_copies.accumulates_in_place:
             _gather_from_zero(copy)
         trained = [leaf for leaf in copy.leaves.values() if leaf.requires_grad]
-        summed = [slab_bytes(leaf.numel(), leaf.element_size()) for leaf in trained if residency.accumulates_in_place]
+        summed = [
+            slab_bytes(leaf.numel(), leaf.element_size()) for leaf in trained if device_copies.accumulates_in_place
+        ]
         self._measured.calls[-1].note(
             needs_backward=True, backward=BackwardBytes(summed_bytes=sum(summed)), runs_with_loss=True
         )
@@ -262,7 +264,7 @@ class Measurement(LayerCallObserver):
 
     def _check_last_call(self) -> None:
         """Raise UnseenError if a layer is called after one that was taken for the head."""
-        tiles, calls = self._runtime.layer_calls.tiles, self._measured.calls
+        tiles, calls = self._runtime.layer_calls.head_tiles, self._measured.calls
         if calls and calls[-1].cost.runs_with_loss:
             tiles.heads[calls[-1].layer] = False
             raise UnseenError(f"layer {self._layers[calls[-1].layer].name} is not the last one that is called.")
@@ -278,7 +280,7 @@ class Measurement(LayerCallObserver):
         """Raise UnseenError if the forward pass and the loss did what was not known of the model."""
         called = self._runtime.layer_calls.layers
         for layer in sorted({layer for layer, writes in self._write_checks if writes.happened}):
-            called[layer].inputs_change = True
+            called[layer].inputs_written_later = True
             self._surprises.append(f"inputs of layer {called[layer].name} are changed in place after its call.")
         unseen = (
             self._runtime.installation.buffers.find_unversioned_writes() if self._runtime.device.has_values else set()
@@ -316,10 +318,10 @@ class Measurement(LayerCallObserver):
 
     def _check_unwritten(self, copy: DeviceCopy) -> None:
         """Raise ModelError if values of `copy` have changed, or were written to, equal ones perhaps."""
-        names = self._runtime.residency.modified_names(copy) if self._runtime.device.has_values else []
+        names = self._runtime.device_copies.modified_names(copy) if self._runtime.device.has_values else []
         names += [name for name, leaf in copy.leaves.items() if leaf._version]
         if names:
-            kind = "buffer" if self._runtime.residency.is_buffer(names[0]) else "parameter"
+            kind = "buffer" if self._runtime.device_copies.is_buffer(names[0]) else "parameter"
             raise ModelError(
                 f"forward writes into the {kind} {names[0]}, a copy on the device there: what is written would be lost. "
                 "Change parameters between steps (engine.module.parameters()), or compute with a changed copy "
@@ -369,7 +371,7 @@ class Measurement(LayerCallObserver):
         The plan counts sums of parameters' gradients by itself. Where they gather on the leaves, they are there before
         this begins, as they are for every micro-batch but the first.
         """
-        if self._runtime.residency.accumulates_in_place:
+        if self._runtime.device_copies.accumulates_in_place:
             _gather_from_zero(copy)
             trained = [leaf for leaf in copy.leaves.values() if leaf.requires_grad]
             summed_bytes = sum(slab_bytes(leaf.numel(), leaf.element_size()) for leaf in trained)
@@ -392,8 +394,8 @@ class Measurement(LayerCallObserver):
         copy.leaves.drop_gradients()
 
     def _backward(self, call: CallMeasurement, recorded: RecordedCall, copy: DeviceCopy) -> None:
-        trace, residency = self._trace, self._runtime.residency
-        gather = partial(_gather, residency, copy)
+        trace, device_copies = self._trace, self._runtime.device_copies
+        gather = partial(_gather, device_copies, copy)
         recompute: Pairs = []
         propagate: Pairs = []
         graph_outputs: tuple[int, ...] = ()
@@ -418,12 +420,12 @@ class Measurement(LayerCallObserver):
             graph_outputs=graph_outputs,
             incoming=incoming,
             outgoing=outgoing,
-            unsummed=() if residency.accumulates_in_place else trace.numbers(leaf.grad for leaf in trained),
-            sums=tuple(leaf.numel() * residency.accumulation_dtype.itemsize for leaf in trained),
+            unsummed=() if device_copies.accumulates_in_place else trace.numbers(leaf.grad for leaf in trained),
+            sums=tuple(leaf.numel() * device_copies.accumulation_dtype.itemsize for leaf in trained),
         )
         call.unlayered |= self._changed_unlayered_gradients()
         self._reached |= dict.fromkeys(one for one in reached if isinstance(one, InterLayerGradient))
-        if not residency.accumulates_in_place:
+        if not device_copies.accumulates_in_place:
             unsummed_bytes = sum(leaf.grad.nbytes for leaf in copy.leaves.values() if leaf.grad is not None)
             call.note(backward=replace(call.cost.backward, unsummed_bytes=unsummed_bytes))
         gather()
@@ -536,9 +538,9 @@ class MemoryInterval:
         return self.alive() - self._before
 
 
-def _gather(residency: Residency, copy: DeviceCopy) -> None:
+def _gather(device_copies: DeviceCopies, copy: DeviceCopy) -> None:
     """Let gradients of another dtype than their sums leave the parameters."""
-    if not residency.accumulates_in_place:
+    if not device_copies.accumulates_in_place:
         copy.leaves.drop_gradients()
 
 

@@ -23,7 +23,7 @@ from harmony_ds.model.recorded_call import RecordedCall
 from harmony_ds.model.targets import GradientSum, GradientTarget
 from harmony_ds.model.token_tensor import TokenTensor
 from harmony_ds.model.untouched import Untouched, untouched
-from harmony_ds.offload.residency import DeviceCopy
+from harmony_ds.offload.device_copies import DeviceCopy
 from harmony_ds.profiling.sample import Sample
 from harmony_ds.runtime.runtime import Runtime
 from harmony_ds.runtime.streaming import LayerCallObserver, RunCall, Streamer

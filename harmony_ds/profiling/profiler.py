@@ -192,10 +192,10 @@ class Profiler:
         timing = Timing(runtime, self._layers, self.unlayered, self.rows(sizes), (self._progress,))
         timed = timing.time(table, sample)
         if self.machine is None:
-            threads, dtype = runtime.updater.threads, runtime.residency.dtype
+            threads, dtype = runtime.updater.threads, runtime.device_copies.dtype
             machine = measure_rates(runtime.device, runtime.optimizer, dtype, timing.swaps, threads)
             moved = 0.0 if runtime.optimizer is None else runtime.optimizer.moved_bytes
-            rate, weight = runtime.residency.disk_bytes_per_ms, runtime.residency.disk_weight_bytes
+            rate, weight = runtime.device_copies.disk_bytes_per_ms, runtime.device_copies.disk_weight_bytes
             self.machine = machine.with_disk(rate, moved, weight)
         return timed
 
@@ -252,8 +252,8 @@ class Profiler:
         if sizes is None or sizes.cut:
             key["pieces"] = SEVERAL if sizes is None else str(sizes)
         layer_calls = self._runtime.layer_calls
-        if layer_calls.tiles.size or layer_calls.layer_tiles.size:
-            key[TOKENS] = f"{layer_calls.tiles.size}{IN_LAYERS}{layer_calls.layer_tiles.size}"
+        if layer_calls.head_tiles.size or layer_calls.layer_tiles.size:
+            key[TOKENS] = f"{layer_calls.head_tiles.size}{IN_LAYERS}{layer_calls.layer_tiles.size}"
         return key
 
     def _load(self, key: dict[str, str]) -> Profile | None:

@@ -21,7 +21,7 @@ from harmony_ds.model.random_streams import RandomState, states_differ
 from harmony_ds.model.recorded_call import RecordedCall
 from harmony_ds.model.sameness import TOLERANCES, close
 from harmony_ds.model.slices import RowSlice, Slicing, TensorShapes, row_dims
-from harmony_ds.offload.residency import DeviceCopy, Leaves
+from harmony_ds.offload.device_copies import DeviceCopy, Leaves
 from harmony_ds.profiling.passes import ModelPasses
 from harmony_ds.profiling.sample import Sample
 from harmony_ds.runtime.garbage import release_frames

@@ -16,7 +16,7 @@ from typing import Any
 from harmony_ds.decomposer.find import Layer
 from harmony_ds.model.intercept import Request
 from harmony_ds.model.trees import tensors_in
-from harmony_ds.offload.residency import DeviceCopy
+from harmony_ds.offload.device_copies import DeviceCopy
 from harmony_ds.profiling.passes import ModelPasses
 from harmony_ds.profiling.sample import Sample
 from harmony_ds.runtime.runtime import Runtime
@@ -100,14 +100,18 @@ class Timing(LayerCallObserver):
 
     def _run_call(self, request: Request, copy: DeviceCopy) -> Any:
         """Run the call, and propagate through the first few of its structure."""
-        calls, residency, replay = self._runtime.layer_calls, self._runtime.residency, self._runtime.random.replay
+        calls, device_copies, replay = (
+            self._runtime.layer_calls,
+            self._runtime.device_copies,
+            self._runtime.random.replay,
+        )
         keeps_graphs = calls.layers[request.layer].may_keep_graphs
         structure = (*structure_of(self._layers[request.layer], request), keeps_graphs)
         self._structures.append(structure)
         has_samples = self._structures.count(structure) > _BACKWARD_SAMPLES
         self._lap()
         begin = self.device.issued_ms()
-        head = self._passes.open_head(request, copy, partial(residency.accumulate, copy))
+        head = self._passes.open_head(request, copy, partial(device_copies.accumulate, copy))
         if head is not None:  # it takes its time with the loss
             self._lap()
             return head
@@ -125,8 +129,8 @@ class Timing(LayerCallObserver):
             if call.slicing is None and keeps_graphs:
                 calls.recompute(call, copy.leaves, replay, as_in_steps=True)
                 self._end_lap(structure, "again")
-            calls.backward(call, copy.leaves, replay, lambda: residency.accumulate(copy))
-            residency.accumulate(copy)
+            calls.backward(call, copy.leaves, replay, lambda: device_copies.accumulate(copy))
+            device_copies.accumulate(copy)
             self._issued(structure, "issue back", begin)
             self._end_lap(structure, "backward")  # with the recomputation, where no graph is kept
         copy.leaves.drop_gradients()

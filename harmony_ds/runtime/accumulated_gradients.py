@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from harmony_ds.offload.residency import DeviceCopy
+from harmony_ds.offload.device_copies import DeviceCopy
 from harmony_ds.runtime.runtime import Runtime
 
 
@@ -57,7 +57,7 @@ class AccumulatedGradients:
         if self._moved_to_host and runtime.resident_packs.leaves((name,)):
             self.to_device((name,))
         for copy in unlayered:
-            gradient = runtime.residency.gradient(copy, name)
+            gradient = runtime.device_copies.gradient(copy, name)
             if gradient is not None:
                 return gradient
         gradient = runtime.resident_packs.gradient(name)
@@ -71,7 +71,7 @@ class AccumulatedGradients:
         runtime.resident_packs.clear_gradients(names)
         for copy in unlayered:
             for name in names:
-                runtime.residency.clear_gradient(copy, name)
+                runtime.device_copies.clear_gradient(copy, name)
 
     def note_gone(self) -> None:
         """Note that the gradients of the step are used or discarded."""

@@ -37,7 +37,7 @@ from harmony_ds.model.intercept import Autocast, Request
 from harmony_ds.model.own_settings import TrainedFlags, both_trained, trained_by
 from harmony_ds.model.token_tensor import TokenTensor
 from harmony_ds.model.trees import map_tensors, tensors_in
-from harmony_ds.offload.residency import DeviceCopy, Leaves
+from harmony_ds.offload.device_copies import DeviceCopy, Leaves
 from harmony_ds.offload.stash import StashEntry
 from harmony_ds.optim.host_optimizer import Hyper
 from harmony_ds.optim.updater import NormOptions
@@ -81,8 +81,8 @@ class Executor:
         self._micro_batches: Mapping[int, MicroBatch] = {}  # by the numbers that tasks have
         self._tasks_done = 0
         # Of the step:
-        self._device_copies: dict[int, DeviceCopy] = {}  # pack -> its weights that are on the device now
-        self._device_copies_at_begin: list[DeviceCopy] = []  # those that an earlier plan of the step left there
+        self._copies: dict[int, DeviceCopy] = {}  # pack -> its weights that are on the device now
+        self._copies_at_begin: list[DeviceCopy] = []  # those that an earlier plan of the step left there
         self.backward_begun = False
         self.failure: TaskFailure | None = None
         self._failed_backward: FailedCall | None = None
@@ -161,7 +161,7 @@ class Executor:
                 runtime.random.close()
                 self._micro_batches = {}
                 for index in plan.policy.resident:
-                    del self._device_copies[index]
+                    del self._copies[index]
                 runtime.device_transfers.finish()  # last: a device that has failed raises its error here
 
     def _execute(self, tasks: Iterable[tuple[Task, int]]) -> None:
@@ -189,7 +189,7 @@ class Executor:
                             if self._plan.policy.crossing_on_host and task.kind in RUNS:
                                 runtime.crossing_tensors.free_leaving()
                             for copy in unlayered:
-                                runtime.residency.check_user_settings(copy)
+                                runtime.device_copies.check_user_settings(copy)
             except BaseException as error:
                 if micro_batch is not None:
                     self.failure = TaskFailure(task.micro_batch, self._failed_layer(micro_batch, error))
@@ -212,11 +212,11 @@ class Executor:
 
     def _apply_user_settings(self, pack: int, unlayered: list[DeviceCopy]) -> None:
         """Give the device copies of a pack and of the unlayered parameters the program's `requires_grad` and hooks."""
-        residency, modes = self._runtime.residency, self._runtime.contract.modes
+        device_copies, modes = self._runtime.device_copies, self._runtime.contract.modes
         for copy in unlayered:
-            residency.apply_user_settings(copy, modes)
-        if pack in self._device_copies:
-            residency.apply_user_settings(self._device_copies[pack], modes)
+            device_copies.apply_user_settings(copy, modes)
+        if pack in self._copies:
+            device_copies.apply_user_settings(self._copies[pack], modes)
 
     def on_progress(self, callback: ProgressCallback | None) -> None:
         """Call `callback(done, total, task)`, and no other callback, after each task of a plan; None: call none."""
@@ -224,7 +224,7 @@ class Executor:
 
     def begin(self, outcome: Outcome) -> None:
         """Begin a run of a step, which notes in `outcome` what it updates."""
-        self._device_copies_at_begin = self._unlayered
+        self._copies_at_begin = self._unlayered
         self.backward_begun = False
         self.failure = self._failed_backward = None
         self.gradient_tasks.outcome = outcome
@@ -235,7 +235,7 @@ class Executor:
         Device copies that earlier plans of the step have left stay: graphs of other micro-batches lead to their leaves.
         Their gradients stay, too, unless a backward pass of this plan has added to them.
         """
-        self._free(kept=self._device_copies_at_begin, discards_gradients=self.backward_begun)
+        self._free(kept=self._copies_at_begin, discards_gradients=self.backward_begun)
 
     def free_step(self) -> None:
         """Free everything of the step on the device but resident packs; the updater discards gradients on the host."""
@@ -246,11 +246,11 @@ class Executor:
         runtime = self._runtime
         runtime.stash.order_streams()
         runtime.crossing_tensors.discard_leaving()
-        for pack, copy in list(self._device_copies.items()):
+        for pack, copy in list(self._copies.items()):
             if copy not in kept:
                 self._evict_copy(pack)
             elif discards_gradients:
-                runtime.residency.clear_gradients(copy)
+                runtime.device_copies.clear_gradients(copy)
         if discards_gradients:
             runtime.resident_packs.clear_gradients()
             self.gradient_tasks.discard_leaving()
@@ -259,7 +259,7 @@ class Executor:
 
     def _evict_copy(self, pack: int) -> None:
         self._runtime.device.enter(self._plan.packs[pack].device)
-        self._runtime.residency.evict(self._device_copies.pop(pack))
+        self._runtime.device_copies.evict(self._copies.pop(pack))
 
     # ---- weights
 
@@ -298,20 +298,16 @@ class Executor:
         self._runtime.updater.wait_all()
         # Between two plans of a step these are on the device, and the next plan goes on with them.
         unlayered = self._unlayered
-        self._device_copies.clear()
+        self._copies.clear()
         for pack, copy in zip(plan.packing.unlayered_packs, unlayered, strict=False):
-            self._device_copies[pack.index] = copy
+            self._copies[pack.index] = copy
             # Code between layers may have turned out to use more of them.
-            self._runtime.residency.add_parameters(copy, pack.parameters)
+            self._runtime.device_copies.add_parameters(copy, pack.parameters)
 
     @property
     def _unlayered(self) -> list[DeviceCopy]:
         """The copy of the unlayered parameters, while it is on the device."""
-        return [
-            self._device_copies[pack.index]
-            for pack in self._plan.packing.unlayered_packs
-            if pack.index in self._device_copies
-        ]
+        return [self._copies[pack.index] for pack in self._plan.packing.unlayered_packs if pack.index in self._copies]
 
     def _bring_resident_packs(self) -> None:
         """Bring resident packs to the device where they are not there yet, once the host has updated them."""
@@ -319,9 +315,9 @@ class Executor:
         names = [self._plan.packs[index].parameters for index in resident]
         if not self._runtime.resident_packs.holds(names):
             self._runtime.updater.wait_all()
-        self._device_copies.update(zip(resident, self._runtime.resident_packs.make_resident(names), strict=True))
+        self._copies.update(zip(resident, self._runtime.resident_packs.make_resident(names), strict=True))
         for index in resident:
-            self._device_copies[index].modes = None  # hooks may have been registered
+            self._copies[index].modes = None  # hooks may have been registered
 
     def _swap_in(self, task: Task) -> None:
         runtime, pack = self._runtime, self._plan.packs[task.pack]
@@ -330,13 +326,13 @@ class Executor:
         runtime.timeline.restart_task()
         if self._plan.policy.swaps_in_shares:  # this device's share; GATHER brings the others'
             rank, devices = runtime.world.local_rank, runtime.world.local_size
-            self._device_copies[task.pack] = runtime.residency.swap_in(pack.parameters, rank=rank, devices=devices)
+            self._copies[task.pack] = runtime.device_copies.swap_in(pack.parameters, rank=rank, devices=devices)
         else:
-            self._device_copies[task.pack] = runtime.residency.swap_in(pack.parameters)
+            self._copies[task.pack] = runtime.device_copies.swap_in(pack.parameters)
             self._mark_arrived(pack)
 
     def _gather(self, task: Task) -> None:
-        device, copy = self._runtime.device, self._device_copies[task.pack]
+        device, copy = self._runtime.device, self._copies[task.pack]
         arrived = copy.pop_arrival()
         if arrived is not None:
             device.wait(Stream.PEER, arrived)
@@ -347,16 +343,16 @@ class Executor:
     def _mark_arrived(self, pack: Pack) -> None:
         """Let computing wait for the weights of a pack without calls now: code between layers does not ask for them."""
         if not pack.positions:
-            self._device_copies[pack.index].wait(self._runtime.device)
+            self._copies[pack.index].wait(self._runtime.device)
 
     def _evict(self, task: Task) -> None:
         if not self._plan.packs[task.pack].positions:  # copies of its weights to other devices may be under way
             self._runtime.device_transfers.finish()
-        self._runtime.residency.evict(self._device_copies.pop(task.pack))
+        self._runtime.device_copies.evict(self._copies.pop(task.pack))
 
     def _leaves(self, pack: int) -> Leaves:
         """Return a pack's weights on the device for a task that computes, which waits for their arrival."""
-        copy = self._device_copies[pack]
+        copy = self._copies[pack]
         copy.wait(self._runtime.device)
         self._runtime.timeline.begin_compute()
         return copy.leaves
@@ -365,7 +361,7 @@ class Executor:
 
     def _forward(self, task: Task) -> None:
         micro_batch, leaves = self._micro_batches[task.micro_batch], self._leaves(task.pack)
-        if micro_batch.forwarded:  # it ended before this pack
+        if micro_batch.forward_done:  # it ended before this pack
             return
         lane = self._enter(micro_batch)
         lane.run_on(
@@ -387,7 +383,7 @@ class Executor:
         self._apply_own_requires_grad(task.pack, request)
         layer_calls, inter_layer = self._runtime.layer_calls, micro_batch.inter_layer
         read_state = self._runtime.random.snapshot
-        if layer_calls.tiles.size:
+        if layer_calls.head_tiles.size:
             head = self._open_cut_head(task, micro_batch, leaves, request, position, number)
             if head is not None:
                 return head
@@ -422,21 +418,21 @@ class Executor:
     @contextmanager
     def _weights_of(self, layer: int) -> Iterator[Leaves]:
         """Hold the weights of a layer on the device while open: those of a pack there, or copies that are swapped in."""
-        for pack, copy in self._device_copies.items():
+        for pack, copy in self._copies.items():
             if layer in self._plan.packs[pack].layers:
                 yield copy.leaves
                 return
-        residency, device = self._runtime.residency, self._runtime.device
+        device_copies, device = self._runtime.device_copies, self._runtime.device
         names = self._runtime.layer_calls.layers[layer].names
         resident = self._runtime.resident_packs.leaves(names)  # the host's may be out of date
         with device.as_current():
-            copy = residency.swap_in(name for name in names if name not in resident)
+            copy = device_copies.swap_in(name for name in names if name not in resident)
             copy.leaves.add(resident)
             try:
                 copy.wait(device)
                 yield copy.leaves
             finally:
-                residency.evict(copy)
+                device_copies.evict(copy)
 
     def _answer_attached(
         self, task: Task, micro_batch: MicroBatch, leaves: Leaves, request: Request, position: int
@@ -445,7 +441,7 @@ class Executor:
         micro_batch.pass_position(position)
         self._apply_own_requires_grad(task.pack, request)
         layer_calls = self._runtime.layer_calls
-        if layer_calls.tiles.size:
+        if layer_calls.head_tiles.size:
             head = layer_calls.open_head(request, leaves, partial(self._accumulate, task.pack))
             if head is not None:
                 return head
@@ -460,7 +456,7 @@ class Executor:
             self._forward(task)
             if plan.policy.slices_from_host:
                 self._stash_out(task)
-        elif not micro_batch.forwarded:
+        elif not micro_batch.forward_done:
             position_of = partial(micro_batch.position_of, plan.calls)
             self._enter(micro_batch).run_on(position_of, partial(self._answer_attached, task, micro_batch, leaves))
             micro_batch.finish()
@@ -477,7 +473,9 @@ class Executor:
                 self._runtime.joins.check()
                 raise
         self._runtime.layer_calls.close_heads()
-        if task is self._last_fused:  # once for all micro-batches, since it takes 0.1 ms or more: none is updated before
+        if (
+            task is self._last_fused
+        ):  # once for all micro-batches, since it takes 0.1 ms or more: none is updated before
             self._runtime.random.check_drawn()
         self._runtime.joins.issue_checks()
         if not plan.packs[task.pack].needs_backward and any(leaf.grad is not None for leaf in leaves.values()):
@@ -497,7 +495,7 @@ class Executor:
         for call in micro_batch.pop_calls(self._plan.packs[task.pack]):
             micro_batch.inter_layer.propagate_due(call.number)
             owned = call.request.lane_settings is not None or micro_batch.lane_settings is not None
-            if owned or self._device_copies[task.pack].modes is not self._runtime.contract.modes:
+            if owned or self._copies[task.pack].modes is not self._runtime.contract.modes:
                 self._set_trained(task.pack, both_trained(call.request.lane_settings, micro_batch.lane_settings))
             try:
                 self._runtime.layer_calls.backward(
@@ -506,18 +504,18 @@ class Executor:
             except BaseException as error:
                 self._failed_backward = FailedCall(call.request.layer, id(error))
                 raise
-            call.propagated()
+            call.refuse_further_gradients()
         micro_batch.close_heads(self._runtime.layer_calls.close_head)
         micro_batch.propagate_rest()
         self._accumulate(task.pack)
         if micro_batch.loss_members and micro_batch is micro_batch.loss_members[0]:
-            self._runtime.residency.end_shared_loss(self._device_copies[task.pack])
+            self._runtime.device_copies.end_shared_loss(self._copies[task.pack])
 
     def _begin_shared_loss(self, task: Task) -> None:
         """Let the gradients of those that share a loss add up by themselves first, as in one backward pass of autograd."""
         micro_batch = self._micro_batches[task.micro_batch]
         if micro_batch.loss_members and micro_batch is micro_batch.loss_members[-1]:
-            self._runtime.residency.begin_shared_loss(self._device_copies[task.pack])
+            self._runtime.device_copies.begin_shared_loss(self._copies[task.pack])
 
     def _apply_own_requires_grad(self, pack: int, request: Request) -> None:
         """Give the pack's copies the `requires_grad` that the caller of a layer has set for itself.
@@ -526,7 +524,7 @@ class Executor:
             UnsupportedError: a parameter that is not trained would get a gradient.
         """
         if not request.grad or (
-            request.lane_settings is None and self._device_copies[pack].modes is self._runtime.contract.modes
+            request.lane_settings is None and self._copies[pack].modes is self._runtime.contract.modes
         ):
             return
         trained = trained_by(request.lane_settings)
@@ -534,7 +532,7 @@ class Executor:
         optimizer = self._runtime.optimizer
         if not trained or optimizer is None:
             return
-        for name in self._runtime.residency.names_trained_by(trained, self._device_copies[pack]):
+        for name in self._runtime.device_copies.names_trained_by(trained, self._copies[pack]):
             if not optimizer.trains(name):
                 raise UnsupportedError(
                     f"forward sets requires_grad of {name}, which is not trained by this engine: it did not require a "
@@ -544,16 +542,16 @@ class Executor:
 
     def _set_trained(self, pack: int, trained: TrainedFlags) -> None:
         modes = trained or self._runtime.contract.modes
-        self._runtime.residency.apply_user_settings(self._device_copies[pack], modes, trained)
+        self._runtime.device_copies.apply_user_settings(self._copies[pack], modes, trained)
 
     def _accumulate(self, pack: int) -> None:
-        self._runtime.residency.accumulate(self._device_copies[pack])
+        self._runtime.device_copies.accumulate(self._copies[pack])
         self.accumulate_unlayered()
 
     def accumulate_unlayered(self) -> None:
         """Add to their sums the gradients that a backward pass, also of the program's own, left on unlayered parameters."""
         for copy in self._unlayered:
-            self._runtime.residency.accumulate(copy)
+            self._runtime.device_copies.accumulate(copy)
 
     def _enter(self, micro_batch: MicroBatch) -> Lane:
         """Return the micro-batch's lane, started, and make its random stream current."""
@@ -566,10 +564,10 @@ class Executor:
     # ---- gradients
 
     def _reduce(self, task: Task) -> None:
-        self.gradient_tasks.reduce(task, self._device_copies[task.pack])
+        self.gradient_tasks.reduce(task, self._copies[task.pack])
 
     def _swap_out(self, task: Task) -> None:
-        self.gradient_tasks.swap_out(task, self._device_copies[task.pack])
+        self.gradient_tasks.swap_out(task, self._copies[task.pack])
 
     def accumulated_gradient(self, name: str) -> Tensor | None:
         """Return the gradient of `name` that has accumulated in this step: the tensor itself; None: there is none."""

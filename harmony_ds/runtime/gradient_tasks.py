@@ -22,8 +22,8 @@ from torch import Tensor
 from harmony_ds.device.base import Event, Stream
 from harmony_ds.distributed import World
 from harmony_ds.errors import UsageError
+from harmony_ds.offload.device_copies import DeviceCopy
 from harmony_ds.offload.host_gradients import GradientTransfer, SlotGradients
-from harmony_ds.offload.residency import DeviceCopy
 from harmony_ds.optim.host_optimizer import Hyper
 from harmony_ds.optim.updater import NormOptions
 from harmony_ds.runtime.accumulated_gradients import AccumulatedGradients
@@ -176,14 +176,14 @@ class GradientTasks:
             runtime.updater.queue_sum(write)
             self._deposit(task, transfer)
         else:
-            gradients, dtype = runtime.residency.gradients(copy), runtime.residency.accumulation_dtype
+            gradients, dtype = runtime.device_copies.gradients(copy), runtime.device_copies.accumulation_dtype
             self._reduced[task.pack] = runtime.world.reduce(kind, runtime.device, copy.leaves, gradients, dtype)
         self.outcome.peers_update |= self._norm_options is None
 
     def swap_out(self, task: Task, copy: DeviceCopy) -> None:
         """SWAP_OUT: copy a pack's gradients to the host, and have the updater keep them."""
         runtime = self._runtime
-        own = runtime.residency.gradients(copy)
+        own = runtime.device_copies.gradients(copy)
         if self._plan.policy.reduce_on_host:
             in_slot = runtime.host_gradients.copy_to_slot(own, copy.leaves, runtime.updater.raise_failure)
             self._in_slots[task.pack] = in_slot

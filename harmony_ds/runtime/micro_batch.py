@@ -74,7 +74,7 @@ class MicroBatch:
     outputs: Any = None
     lane_settings: LaneSettings | None = None
     """Settings of modules that its code has left."""
-    forwarded: bool = False
+    forward_done: bool = False
     is_at_work: bool = False
     """Whether the engine runs it now, forward or back."""
     calls: list[tuple[int, RecordedCall]] = field(default_factory=list)
@@ -156,7 +156,7 @@ class MicroBatch:
         assert self.lane is not None
         outputs, self.lane_settings, self.lane = self.lane.result, self.lane.lane_settings, None
         self.outputs = outputs if self.reduce is None else self.reduce(outputs)
-        self.forwarded = True
+        self.forward_done = True
 
     # ---- its backward pass
 
@@ -196,7 +196,7 @@ class MicroBatch:
     def propagate_rest(self) -> None:
         """Propagate what is left after all layers: to unlayered parameters and to the user's own leaves."""
         if not self.calls:
-            self.inter_layer.propagate_due(-1)
+            self.inter_layer.propagate_all()
             self.inter_layer = InterLayerGraph()
 
     # ---- what becomes of it
@@ -231,7 +231,7 @@ class MicroBatch:
             head.close()
         self.heads.clear()
         self.inter_layer = InterLayerGraph()
-        self.forwarded = False
+        self.forward_done = False
         self._cursor = self._numbers = 0
 
     def close(self) -> None:

@@ -14,8 +14,8 @@ from harmony_ds.model.joined import Joins
 from harmony_ds.model.layer_call import LayerCalls
 from harmony_ds.model.random_streams import RandomStreams
 from harmony_ds.offload.crossing_tensors import CrossingTensors
+from harmony_ds.offload.device_copies import DeviceCopies
 from harmony_ds.offload.host_gradients import HostGradients
-from harmony_ds.offload.residency import Residency
 from harmony_ds.offload.stash import Stash
 from harmony_ds.optim.host_optimizer import HostOptimizer
 from harmony_ds.optim.resident_packs import ResidentPacks
@@ -29,7 +29,7 @@ class Runtime:
     """The objects that run one engine's model. Without an optimizer, no gradients come and nothing is updated."""
 
     device: Device
-    residency: Residency
+    device_copies: DeviceCopies
     resident_packs: ResidentPacks
     stash: Stash
     crossing_tensors: CrossingTensors

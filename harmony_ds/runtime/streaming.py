@@ -18,7 +18,7 @@ from torch import Tensor
 from harmony_ds.decomposer.find import Layer
 from harmony_ds.model.checkpointing import checkpoints_bypassed
 from harmony_ds.model.intercept import Request, handled_by
-from harmony_ds.offload.residency import DeviceCopy
+from harmony_ds.offload.device_copies import DeviceCopy
 from harmony_ds.runtime.runtime import Runtime
 
 RunCall = Callable[[Request, DeviceCopy], Any]
@@ -101,7 +101,7 @@ class Streamer:
         self._unlayered = frozenset(unlayered)
         self._next_layer = dict(pairwise(order))
         self._run_call, self._observers = run_call, observers
-        copy = self._runtime.residency.swap_in(unlayered)
+        copy = self._runtime.device_copies.swap_in(unlayered)
         self.is_open = True
         try:
             self._wait_for(copy)
@@ -113,7 +113,7 @@ class Streamer:
             self._run_call, self._observers = None, ()
             self.evict_kept()
             for left in (copy, *self._used_between_calls.values(), *self._prefetched.values()):
-                self._runtime.residency.evict(left)
+                self._runtime.device_copies.evict(left)
             self._used_between_calls.clear()
             self._prefetched.clear()
 
@@ -132,7 +132,7 @@ class Streamer:
                 return self._run_call(request, copy)
             finally:
                 if copy not in self._kept:
-                    self._runtime.residency.evict(copy)
+                    self._runtime.device_copies.evict(copy)
                 del copy  # or its memory would be there until this returns
                 for observer in self._observers:
                     observer.call_finished()
@@ -145,7 +145,7 @@ class Streamer:
         """Evict the weights that were kept, of which nothing is computed any more."""
         self._runtime.layer_calls.close_heads()
         while self._kept:
-            self._runtime.residency.evict(self._kept.pop())
+            self._runtime.device_copies.evict(self._kept.pop())
 
     def _run_without_gradients(self, request: Request, copy: DeviceCopy) -> Any:
         return self._runtime.layer_calls.run_attached(request, copy.leaves)
@@ -166,7 +166,7 @@ class Streamer:
         """Return the layer's weights, prefetched or being swapped in; evict what was prefetched for another layer."""
         copy = self._prefetched.pop(layer, None)
         while self._prefetched:
-            self._runtime.residency.evict(self._prefetched.popitem()[1])
+            self._runtime.device_copies.evict(self._prefetched.popitem()[1])
         return self._swap_in(self._layers[layer].parameters) if copy is None else copy
 
     def _swap_in(self, names: tuple[str, ...]) -> DeviceCopy:
@@ -174,6 +174,6 @@ class Streamer:
         resident = self._runtime.resident_packs.leaves(names)
         held = self._runtime.resident_packs.held
         missing = tuple(name for name in names if name not in self._unlayered and name not in held)
-        copy = self._runtime.residency.swap_in(missing)
+        copy = self._runtime.device_copies.swap_in(missing)
         copy.leaves.add(resident)
         return copy

@@ -72,7 +72,7 @@ def is_replayed(request: PlanRequest, costs: CostTable) -> bool:
 
 
 def search_fitting(
-    search: SearchWith, request: PlanRequest, costs: CostTable, fragment_bytes: int, least_fraction: float = 1.0
+    search: SearchWith, request: PlanRequest, costs: CostTable, fragment_bytes: int, smallest_ratio: float = 1.0
 ) -> Fitting:
     """Return the fastest plans that `search` finds of which the first needs no retry of the allocator; if there is none,
     those that were found with the most room left.
@@ -80,14 +80,14 @@ def search_fitting(
     Args:
         request: for all of the budget.
         fragment_bytes: what is left of it for fragments in the first search.
-        least_fraction: the tokens of the smallest micro-batches, as a fraction of those that were measured.
+        smallest_ratio: tokens of the smallest micro-batches / tokens of the one that was measured.
 
     Raises:
         DoesNotFitError: the first search finds nothing.
     """
 
     def fit(left_bytes: int) -> Fitting:
-        found = _fastest_replayed(search(leaving(request, left_bytes)), request, costs, least_fraction)
+        found = _fastest_replayed(search(leaving(request, left_bytes)), request, costs, smallest_ratio)
         place = next((place for place, choice in enumerate(found) if is_served(choice, request)), 0)
         return Fitting((found[place], *found[:place], *found[place + 1 :]), left_bytes)
 
@@ -137,13 +137,13 @@ def _reserved_bytes(fitting: Fitting) -> int:
     return reserved
 
 
-def replayed(choice: Choice, request: PlanRequest, costs: CostTable, least_fraction: float) -> Choice:
+def replayed(choice: Choice, request: PlanRequest, costs: CostTable, smallest_ratio: float) -> Choice:
     """Return the choice with what the allocator has to reserve for its plan; `request`: for all of the budget.
 
     Where it would reserve more than there is, it may do with what there is: it puts blocks elsewhere then.
     """
-    needed_bytes, limit_bytes = reserved_bytes(choice.plan, costs, least_fraction), _limit_bytes(request)
-    if needed_bytes > limit_bytes and least_fraction == 1.0 and _fits_by_luck(choice.plan, request, costs):
+    needed_bytes, limit_bytes = reserved_bytes(choice.plan, costs, smallest_ratio), _limit_bytes(request)
+    if needed_bytes > limit_bytes and smallest_ratio == 1.0 and _fits_by_luck(choice.plan, request, costs):
         needed_bytes = limit_bytes
     return replace(choice, reserved_bytes=needed_bytes)
 
@@ -173,7 +173,7 @@ def _pool_bytes(request: PlanRequest) -> int:
 
 
 def _fastest_replayed(
-    choices: tuple[Choice, ...], request: PlanRequest, costs: CostTable, least_fraction: float
+    choices: tuple[Choice, ...], request: PlanRequest, costs: CostTable, smallest_ratio: float
 ) -> tuple[Choice, ...]:
     """Return the choices with what has to be reserved for those that are as fast as the best, up to the first one that the
     allocator can serve.
@@ -182,7 +182,7 @@ def _fastest_replayed(
     for choice in choices:
         if choice.prediction.step_ms > _AS_FAST * choices[0].prediction.step_ms:
             break
-        known.append(replayed(choice, request, costs, least_fraction))
+        known.append(replayed(choice, request, costs, smallest_ratio))
         if is_served(known[-1], request):
             break
     return (*known, *choices[len(known) :])

@@ -67,8 +67,8 @@ class _Lane:
 class Replay:
     """The allocations of a plan's steps."""
 
-    def __init__(self, plan: Plan, costs: CostTable, allocator: CachingAllocator, least_fraction: float = 1.0) -> None:
-        """Replay `plan`; micro-batches but the first have `least_fraction` to all of the tokens that were measured."""
+    def __init__(self, plan: Plan, costs: CostTable, allocator: CachingAllocator, smallest_ratio: float = 1.0) -> None:
+        """Replay `plan`. Micro-batches but the first have `smallest_ratio` to 1 times the tokens that were measured."""
         assert costs.allocations is not None
         self._plan = plan
         self._allocations: Allocations = costs.allocations
@@ -80,7 +80,7 @@ class Replay:
         self._sums: dict[int, list[Block]] = {}  # by pack
         self._leaving: list[Block] = []  # stash on its way to the host
         self._leaving_crossing: list[Block] = []
-        self._least_fraction = least_fraction
+        self._smallest_ratio = smallest_ratio
         self._chance = random.Random(0)
         self._last_run = {task.micro_batch: number for number, task in enumerate(plan.tasks) if task.kind in RUNS}
         # Bytes of parameters' gradients, which do not get smaller with fewer tokens. Where they are summed in place, which
@@ -162,7 +162,7 @@ class Replay:
     def _lane(self, micro_batch: int) -> _Lane:
         lane = self._lanes.get(micro_batch)
         if lane is None:
-            fraction = self._chance.uniform(self._least_fraction, 1.0) if micro_batch else 1.0
+            fraction = self._chance.uniform(self._smallest_ratio, 1.0) if micro_batch else 1.0
             lane = self._lanes[micro_batch] = _Lane(fraction=fraction)
             self._play(lane, self._allocations.lead)
         return lane
@@ -278,17 +278,17 @@ class Replay:
         blocks.clear()
 
 
-def reserved_bytes(plan: Plan, costs: CostTable, least_fraction: float = 1.0) -> int:
+def reserved_bytes(plan: Plan, costs: CostTable, smallest_ratio: float = 1.0) -> int:
     """Return the most that the allocator reserves in the third step of `plan`, where it may reserve any number of bytes; in
     the first twenty steps, if micro-batches have several sizes.
 
     Where it may reserve no more than that, and has it from the start, each block is put in the same place.
 
     Args:
-        least_fraction: see `Replay`.
+        smallest_ratio: see `Replay`.
     """
-    steps = _STEPS if least_fraction == 1.0 else _STEPS_OF_SEVERAL_SIZES
-    return _last_step(plan, costs, CachingAllocator(expandable=True), steps, least_fraction).reserved_peak_bytes
+    steps = _STEPS if smallest_ratio == 1.0 else _STEPS_OF_SEVERAL_SIZES
+    return _last_step(plan, costs, CachingAllocator(expandable=True), steps, smallest_ratio).reserved_peak_bytes
 
 
 def retries(plan: Plan, costs: CostTable, pool_bytes: int) -> int:
@@ -309,10 +309,10 @@ def retries(plan: Plan, costs: CostTable, pool_bytes: int) -> int:
 
 
 def _last_step(
-    plan: Plan, costs: CostTable, allocator: CachingAllocator, steps: int, least_fraction: float = 1.0
+    plan: Plan, costs: CostTable, allocator: CachingAllocator, steps: int, smallest_ratio: float = 1.0
 ) -> AllocatorStats:
     """Return what the allocator has counted in the last of so many steps of `plan`."""
-    replayed = Replay(plan, costs, allocator, least_fraction)
+    replayed = Replay(plan, costs, allocator, smallest_ratio)
     replayed.load_resident()
     for _ in range(steps):
         allocator.stats.reset()

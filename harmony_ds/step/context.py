@@ -21,12 +21,12 @@ from harmony_ds.step.allocator_retries import AllocatorRetries
 from harmony_ds.step.counters import Counters
 from harmony_ds.step.engine_state import EngineState
 from harmony_ds.step.first_steps import FirstSteps
-from harmony_ds.step.group_plans import GroupPlans
 from harmony_ds.step.health import EngineHealth
 from harmony_ds.step.loss_scaling import LossScaler
 from harmony_ds.step.model_calls import ModelCalls
 from harmony_ds.step.one_time_warnings import OneTimeWarnings
 from harmony_ds.step.output_kinds import OutputKinds
+from harmony_ds.step.plan_composer import PlanComposer
 from harmony_ds.step.planner import Planner
 from harmony_ds.step.replaced_forward import ReplacedForward
 from harmony_ds.step.step_gradients import StepGradients
@@ -62,7 +62,7 @@ class StepContext:
     record: StepRecord
     model_calls: ModelCalls
     replaced_forward: ReplacedForward
-    plans: GroupPlans
+    composer: PlanComposer
     seed: int
     warnings: OneTimeWarnings
     allocator_retries: AllocatorRetries
@@ -129,8 +129,8 @@ class StepContext:
         self.first_steps.logged_forward_at_calls = True
         _logger.warning(
             "layer %s is called %d times in each forward pass and changes its buffers: the forward passes of a group "
-            "run one by one, and each swaps the whole model in; their backward passes share swaps as always. Name a "
-            "module that contains all of these calls in harmony.layers, to make it one layer.",
+            "run one by one, and each swaps in all packs that do not stay on the device; their backward passes share swaps "
+            "as always. Name a module that contains all of these calls in harmony.layers, to make it one layer.",
             self.state.layers[layer].name,
             calls,
         )

@@ -9,9 +9,9 @@ from harmony_ds.step.calling_line import calling_line
 
 EARLY_READ = (
     "a loss or an output was looked at before its step (loss.item(), print(loss), an accuracy): the engine had to run this "
-    "micro-batch's forward pass at once and alone, and copied the whole model to the device for it. The value is right; it "
-    "costs time. To avoid it, read losses after engine.step(), sum them by total = total + loss.detach(), or use "
-    "engine.train_batch()."
+    "micro-batch's forward pass at once and alone, and swapped in for it what does not stay on the device. The value "
+    "is right; it costs time. To avoid it, read losses after engine.step(), sum them by total = total + loss.detach(), or "
+    "use engine.train_batch()."
 )
 DIVIDED_TWICE = (
     "a loss was divided by gradient_accumulation_steps by hand, and its backward() divides gradients by them once more, as "

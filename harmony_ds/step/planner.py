@@ -65,7 +65,7 @@ _LESS_WITH_HALF = 0.9
 """With half the rows, layer calls take less than this fraction of the memory; else still fewer rows help no more."""
 _GRAINS = 64
 """Part of the budget, by which the room for shared losses grows where it has been too small."""
-_LEAST_FRACTION, _SAME_FRACTION = 0.5, 0.95
+_SMALLEST_RATIO, _SAME_RATIO = 0.5, 0.95
 """Micro-batches of several sizes are taken to have down to this fraction of the largest one's elements; as of one size
 count those that have no less than the second."""
 _FREE_PARTS, _MOST_FREE_PARTS = 32, 4
@@ -137,7 +137,7 @@ class Planner:
         self._left_free_bytes = 0  # of the budget: for an allocator that has been short of room
         self._fragment_bytes = 0  # of the budget: for pieces of memory that serve no request
         self._upload_bytes = 0  # of the budget: for inputs, in a pool of their own
-        self._least_fraction = 1.0  # of the largest micro-batch that was measured, what others have of its elements
+        self._smallest_ratio = 1.0  # elements of the smallest micro-batch / elements of the largest that was measured
         self._check_allocator = False  # whether the plan was found before that was known
         self._may_leave_free = saved is None  # whether a plan may fit beside more of it
         self._margin_bytes = 0  # that steps have taken beside what was planned
@@ -148,7 +148,7 @@ class Planner:
         self.advice: Advice | None = None
         """Joined layer calls that are predicted to be faster, where the ds_config keeps single ones."""
         path = None if config.harmony.profile is None else Path(config.harmony.profile)
-        dtypes = f"{runtime.residency.dtype}, gradients of {self._element.gradient} bytes"
+        dtypes = f"{runtime.device_copies.dtype}, gradients of {self._element.gradient} bytes"
         if config.autocast_dtype is not None:
             dtypes += f", autocast to {config.autocast_dtype}"
         file = ProfileFile(path, graph, dtypes, runtime.device)
@@ -185,8 +185,8 @@ class Planner:
 
     def _note_smaller(self, known: InputShapes, shapes: InputShapes) -> None:
         """Note that micro-batches differ in size: pieces of the one's memory serve the other's requests worse."""
-        if self._least_fraction == 1.0 and _elements(shapes) < _SAME_FRACTION * _elements(known):
-            self._least_fraction, self._check_allocator = _LEAST_FRACTION, True
+        if self._smallest_ratio == 1.0 and _elements(shapes) < _SAME_RATIO * _elements(known):
+            self._smallest_ratio, self._check_allocator = _SMALLEST_RATIO, True
 
     def reconsider_joining(self) -> None:
         """Measure joined calls anew, where an error had ended them that a step has now raised with single ones, too."""
@@ -340,7 +340,7 @@ class Planner:
             source = " from the host" if self._slices_from_host else ""
             parts.append(f"layer calls take slices of {self.rows.backward} rows{source} (harmony.micro_batch)")
         if tiles.head:
-            heads = [layer for layer, is_head in self._runtime.layer_calls.tiles.heads.items() if is_head]
+            heads = [layer for layer, is_head in self._runtime.layer_calls.head_tiles.heads.items() if is_head]
             names = ", ".join(self.graph.layers[layer].name for layer in heads)
             parts.append(f"{names} and the loss run in tiles of {tiles.head} tokens (harmony.tokens)")
         if tiles.layers:
@@ -353,18 +353,18 @@ class Planner:
     def tiles(self) -> Tiles:
         """The tiles that are set, whether or not the model has anything that can be cut into them."""
         calls = self._runtime.layer_calls
-        return Tiles(calls.tiles.size, calls.layer_tiles.size)
+        return Tiles(calls.head_tiles.size, calls.layer_tiles.size)
 
     @property
     def tiles_in_use(self) -> Tiles:
         """The tiles that something runs in, as far as has been seen."""
         calls = self._runtime.layer_calls
-        has_head = any(calls.tiles.heads.values())
-        return Tiles(calls.tiles.size if has_head else 0, calls.layer_tiles.size if calls.layer_tiles.cut else 0)
+        has_head = any(calls.head_tiles.heads.values())
+        return Tiles(calls.head_tiles.size if has_head else 0, calls.layer_tiles.size if calls.layer_tiles.cut else 0)
 
     def _set_tiles(self, tiles: Tiles) -> None:
         calls = self._runtime.layer_calls
-        calls.tiles.size, calls.layer_tiles.size = tiles.head, tiles.layers
+        calls.head_tiles.size, calls.layer_tiles.size = tiles.head, tiles.layers
 
     def cut_into(self, tiles: Tiles) -> None:
         """Run in `tiles` from now on; forget what was measured in others."""
@@ -484,7 +484,7 @@ class Planner:
                     return search_with(leaving(less, fragment_bytes))
                 if is_replayed(less, costs):
                     fragment_bytes = max(fragment_bytes, self._fragment_bytes)
-                    fitting = search_fitting(search_with, less, costs, fragment_bytes, self._least_fraction)
+                    fitting = search_fitting(search_with, less, costs, fragment_bytes, self._smallest_ratio)
                 else:
                     fitting = Fitting(search_with(leaving(less, fragment_bytes)), fragment_bytes)
                 self._fragment_bytes = fitting.fragment_bytes
@@ -507,7 +507,7 @@ class Planner:
             return choices
         chosen = choices[0]
         if chosen.reserved_bytes is None:
-            chosen = replayed(chosen, request, costs, self._least_fraction)
+            chosen = replayed(chosen, request, costs, self._smallest_ratio)
         if not is_served(chosen, request) and self._runtime.world.rank == 0:
             assert chosen.reserved_bytes is not None and self._runtime.device.budget_bytes is not None
             plan, remedy = "harmony.plan", "plan again"
@@ -621,7 +621,7 @@ class Planner:
     def _resident_bytes(self, graph: LayerGraph) -> int:
         """Return bytes of buffers, and of what autograd makes on the way into unlayered parameters' gradients."""
         trained = [spec for name in graph.unlayered if (spec := graph.parameter(name)).trainable]
-        made = 0 if self._runtime.residency.accumulates_in_place else self._element.weight
+        made = 0 if self._runtime.device_copies.accumulates_in_place else self._element.weight
         return self._runtime.installation.buffers.nbytes + sum(slab_bytes(spec.numel, made) for spec in trained)
 
     def plan_for(self, micro_batches: int) -> Plan:
@@ -644,7 +644,7 @@ class Planner:
         request = self.request(self.graph, self._group_size, left_free_bytes=self._left_free_bytes + self._upload_bytes)
         if not self._runtime.device.has_caching_allocator or not is_replayed(request, costs):
             return True
-        self.choices = (replayed(self.choices[0], request, costs, self._least_fraction), *self.choices[1:])
+        self.choices = (replayed(self.choices[0], request, costs, self._smallest_ratio), *self.choices[1:])
         return is_served(self.choices[0], request)
 
     def raise_peak(self, peaks: tuple[int, ...]) -> bool:

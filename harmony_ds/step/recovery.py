@@ -73,7 +73,7 @@ class Recovery:
         """Undo the run, and do what the table says about `error`; return if the run is to be made again, else raise."""
         self._errors += 1
         remedy = self._remedy(self._kind_of(error))
-        undo_run(self._context, self.outcome, self._run.keeps_earlier_runs)
+        undo_run(self._context, self.outcome, self._run.keeps_device_copies)
         remedy.action(self, error)
 
     def end(self, error: BaseException) -> None:

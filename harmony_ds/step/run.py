@@ -52,8 +52,8 @@ class Run:
     update_plan: Plan | None = None
 
     @property
-    def keeps_earlier_runs(self) -> bool:
-        """Whether, after an error, what earlier runs of the step have left stays."""
+    def keeps_device_copies(self) -> bool:
+        """Whether device copies that earlier runs of the step have left stay on the device if this one fails."""
         return self.kind in (RunKind.FORWARD, RunKind.PART, RunKind.EVALUATION)
 
 
@@ -84,25 +84,25 @@ def plan_run(context: StepContext, run: Run) -> PlannedRun:
         return PlannedRun(EMPTY_PLAN, ())
     if run.kind is RunKind.UPDATE:
         return _plan_update(context, run)
-    plans, has_unlayered = context.plans, context.executor.has_unlayered
+    composer, has_unlayered = context.composer, context.executor.has_unlayered
     micro_batches: Sequence[MicroBatch] = [pending.micro_batch for pending in run.pending]
     if run.kind is RunKind.EVALUATION:
-        return PlannedRun(plans.evaluation(micro_batches, has_unlayered), micro_batches)
+        return PlannedRun(composer.evaluation(micro_batches, has_unlayered), micro_batches)
     context.runtime.contract.check([micro_batch.state for micro_batch in micro_batches])
     if run.kind is RunKind.FORWARD:
-        return PlannedRun(plans.forward(micro_batches[0], has_unlayered), micro_batches)
+        return PlannedRun(composer.forward(micro_batches[0], has_unlayered), micro_batches)
     for micro_batch in micro_batches:
         context.runtime.layer_calls.check_replayed(call for _, call in micro_batch.calls)
         micro_batch.check_unwritten()
     if run.kind is RunKind.PART:
-        plans.make_room(micro_batches)
-        plan, rest = plans.part_of_step(micro_batches, has_unlayered, first=not run.follows_part)
+        composer.make_room(micro_batches)
+        plan, rest = composer.part_of_step(micro_batches, has_unlayered, first=not run.follows_part)
         return PlannedRun(plan, micro_batches, rest)
-    micro_batches = plans.sets(micro_batches)
-    plans.make_room(micro_batches)
-    plan = plans.step(micro_batches, has_unlayered)
+    micro_batches = composer.sets(micro_batches)
+    composer.make_room(micro_batches)
+    plan = composer.step(micro_batches, has_unlayered)
     # The plan's peak is that of passes whose losses and outputs are not read.
-    is_as_planned = not any(pending.micro_batch.forwarded for pending in run.pending)
+    is_as_planned = not any(pending.micro_batch.forward_done for pending in run.pending)
     planned = PlannedRun(plan, micro_batches, records=True, watches_peak=is_as_planned)
     planned.unplanned_bytes = unplanned_bytes(context.runtime)
     context.allocator_retries.begin_step()

@@ -76,7 +76,7 @@ def measure(context: StepContext, pending: PendingMicroBatch, queued: Iterable[P
         context.planner.fill_pool()
         context.runtime.device.reset_peak()  # steps are not what was measured
         for one in queued:
-            if one.micro_batch.forwarded:
+            if one.micro_batch.forward_done:
                 one.micro_batch.move(moved)
 
 

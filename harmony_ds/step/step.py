@@ -84,9 +84,9 @@ class Step:
         self._backward_pass: str | None = None  # the program's last
         self._took_computed_loss = False  # `engine.backward` got a loss of the model's own call
         # What the engine does now. Each may be true without the other: the model also runs for a loss that is read, and
-        # while the step is taken, losses of real outputs are propagated through between two runs.
+        # at the boundary, losses of real outputs are propagated through between two runs.
         self._is_running = False  # the model's code, in a run or to measure it
-        self._is_propagating = False  # taking the step, or running a part of it early
+        self._is_propagating = False  # at the boundary, or running a part of the step early
 
     @property
     def context(self) -> StepContext:
@@ -136,7 +136,7 @@ class Step:
 
     @property
     def has_accumulated(self) -> bool:
-        """Whether gradients of some micro-batches wait for their updates: the state is ACCUMULATED, or `take` runs."""
+        """Whether gradients of some micro-batches wait for their updates, which the boundary issues."""
         return self._update_plan is not None
 
     @property
@@ -464,7 +464,7 @@ class Step:
 
     # ---- the boundary
 
-    def take(self, schedule: dict[str, Any] | None, clips: bool = True) -> None:
+    def run_and_update(self, schedule: dict[str, Any] | None, clips: bool = True) -> None:
         """Run what is queued, and issue the updates.
 
         Args:
@@ -583,7 +583,7 @@ class Step:
         context = self.context
         self._run_forwards_before(is_boundary)
         if is_boundary:
-            self._close_unwanted()
+            self._release_unwanted()
         wanted = [pending for pending in self.micro_batches if pending.needs_backward]
         check_same_step(context.world, len(wanted), hyper)
         if not wanted:
@@ -619,8 +619,8 @@ class Step:
             if pending.stage is Stage.QUEUED and not pending.needs_backward and pending.is_held:
                 self._forward_of_call(pending)  # before weights change
 
-    def _close_unwanted(self) -> None:
-        """Forget micro-batches that the program does not propagate back from."""
+    def _release_unwanted(self) -> None:
+        """Release what is kept of micro-batches that the program does not propagate back from."""
         for pending in self.micro_batches:
             if not pending.needs_backward:
                 self._release(pending)
@@ -959,7 +959,7 @@ TRANSITIONS: Transitions = {
     ),
     (StepState.OPEN, StepEvent.BOUNDARY): (
         Transition(
-            Step.take,
+            Step.run_and_update,
             StepState.UPDATING,
             "Run forward, backward and updates of what was propagated back from, and return when the updates are issued: "
             "one plan, unless the optimizer steps as a whole. Forget the other micro-batches.",
@@ -968,7 +968,7 @@ TRANSITIONS: Transitions = {
     ),
     (StepState.ACCUMULATED, StepEvent.BOUNDARY): (
         Transition(
-            Step.take,
+            Step.run_and_update,
             StepState.UPDATING,
             "Run forward and backward of what was propagated back from since, each loss by itself, then the updates from "
             "all gradients, and return when these are issued. Forget the other micro-batches.",

@@ -58,7 +58,7 @@ def check_grouping(context: StepContext, losses: Sequence[SharedLoss]) -> bool:
     runtime, world = context.runtime, context.world
     joins_calls = context.planner.joined_count > 1
     members = [member for loss in losses for member in loss.members]
-    cannot_compare = context.forward_runs_at_calls or any(member.micro_batch.forwarded for member in members)
+    cannot_compare = context.forward_runs_at_calls or any(member.micro_batch.forward_done for member in members)
     if world.any("compare losses", cannot_compare):
         return False
     if world.any("draw other numbers", joins_calls and runtime.joins.are_random):  # not single calls' losses

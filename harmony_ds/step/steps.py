@@ -20,12 +20,12 @@ from harmony_ds.step.allocator_retries import AllocatorRetries
 from harmony_ds.step.context import StepContext
 from harmony_ds.step.engine_state import EngineState
 from harmony_ds.step.evaluation import evaluate
-from harmony_ds.step.group_plans import GroupPlans
 from harmony_ds.step.inputs import CallInputs
 from harmony_ds.step.loss_scaling import LossScaler
 from harmony_ds.step.model_calls import ModelCalls
 from harmony_ds.step.one_time_warnings import OneTimeWarnings
 from harmony_ds.step.pending_micro_batch import LossFunction
+from harmony_ds.step.plan_composer import PlanComposer
 from harmony_ds.step.replaced_forward import ReplacedForward
 from harmony_ds.step.step import Step
 from harmony_ds.step.step_gradients import StepGradients
@@ -96,7 +96,7 @@ class Steps:
             record=record,
             model_calls=ModelCalls(device, state.ledger, autocast, casts),
             replaced_forward=ReplacedForward(model),
-            plans=GroupPlans(state.runtime, state.planner),
+            composer=PlanComposer(state.runtime, state.planner),
             seed=state.world.compute_on_first("seed", torch.initial_seed) if seed is None else seed,
             warnings=warnings,
             allocator_retries=AllocatorRetries(device, state.world, state.planner, warnings),

@@ -24,19 +24,19 @@ def undo_passes(context: StepContext, micro_batches: Sequence[MicroBatch]) -> No
     context.runtime.contract.settings.undo()
 
 
-def undo_run(context: StepContext, outcome: Outcome, keeps_earlier_runs: bool) -> None:
+def undo_run(context: StepContext, outcome: Outcome, keeps_device_copies: bool) -> None:
     """Undo what a run has done to the device and the host.
 
     Args:
         outcome: what it has updated.
-        keeps_earlier_runs: whether what earlier runs of the step have left stays. Their gradients do not, once a backward
-            pass of this one has added to them.
+        keeps_device_copies: whether device copies stay that earlier runs of the step have left. Gradients on them stay,
+            too, unless a backward pass of this run has added to them.
     """
     executor = context.executor
-    discards_gradients = executor.backward_begun or not keeps_earlier_runs
+    discards_gradients = executor.backward_begun or not keeps_device_copies
     if executor.backward_begun:
         context.step_gradients.pop_received()
-    if keeps_earlier_runs:
+    if keeps_device_copies:
         executor.free_run()
     else:
         executor.free_step()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import harmony_ds
 from harmony_ds import EngineFailedError, HarmonyEngine
 from harmony_ds.config.ablations import ABLATIONS
-from harmony_ds.step.group_plans import GroupPlans
+from harmony_ds.step.plan_composer import PlanComposer
 from tests.cover import pairs
 from tests.engine.drive import (
     adamw,
@@ -218,7 +218,7 @@ def test_a_failure_before_anything_of_a_step_runs_is_not_taken_for_one_of_the_st
         train_groups(engine, GROUPS[:1])
         trap.arm()
         with monkeypatch.context() as patch:
-            patch.setattr(GroupPlans, "forward", lambda *_: trap.spring())
+            patch.setattr(PlanComposer, "forward", lambda *_: trap.spring())
             loss = engine(**GROUPS[1][0]).loss
             with pytest.warns(RuntimeWarning, match="before"), pytest.raises(Mishap):
                 loss.item()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from harmony_ds import ConfigError, DoesNotFitError, HarmonyEngine
 from harmony_ds.device.cpu import CpuDevice
-from harmony_ds.offload.residency import Residency
+from harmony_ds.offload.device_copies import DeviceCopies
 from harmony_ds.optim.host_optimizer import HostOptimizer
 from harmony_ds.optim.updater import Updater
 from harmony_ds.scheduler.choose import make_plan
@@ -230,7 +230,7 @@ def test_a_forward_pack_waits_for_all_the_packs_that_update_its_weights(monkeypa
     """A late update waits until the next step either waits for it, or has swapped in without."""
     _, plain = train(pack_layers=1)
     going_on, gated = threading.Event(), iter(range(len(GROUPS) - 1))
-    step, wait, swap_in = HostOptimizer.step, Updater.wait, Residency.swap_in
+    step, wait, swap_in = HostOptimizer.step, Updater.wait, DeviceCopies.swap_in
 
     def found(*args: Any, **more: Any) -> tuple[Choice, ...]:
         graph, costs, _, element, request = args
@@ -249,7 +249,7 @@ def test_a_forward_pack_waits_for_all_the_packs_that_update_its_weights(monkeypa
             going_on.set()
         wait(self, pack)
 
-    def swapped_in(self: Residency, names: Iterable[str], *args: Any, **more: Any) -> Any:
+    def swapped_in(self: DeviceCopies, names: Iterable[str], *args: Any, **more: Any) -> Any:
         names = tuple(names)
         copy = swap_in(self, names, *args, **more)
         if any(".0." in name for name in names) and any(".1." in name for name in names) and updating():
@@ -259,7 +259,7 @@ def test_a_forward_pack_waits_for_all_the_packs_that_update_its_weights(monkeypa
     monkeypatch.setattr(planner, "search", found)
     monkeypatch.setattr(HostOptimizer, "step", late_step)
     monkeypatch.setattr(Updater, "wait", waiting)
-    monkeypatch.setattr(Residency, "swap_in", swapped_in)
+    monkeypatch.setattr(DeviceCopies, "swap_in", swapped_in)
     model = LLAMA.build(0.0)
     with engine_for(model, adamw, config_of(2, 1.0, {})) as engine:
         updater = updater_of(engine)

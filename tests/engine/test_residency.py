@@ -320,7 +320,7 @@ def test_evaluation_and_streaming_use_resident_packs(residency: int, monkeypatch
     with engine_for(model, adamw, config_with(residency)) as engine:
         train_groups(engine, GROUPS[:2])
         swapped: list[str] = []
-        swap_in = (store := assembly_of(engine).runtime.residency).swap_in
+        swap_in = (store := assembly_of(engine).runtime.device_copies).swap_in
         monkeypatch.setattr(
             store, "swap_in", lambda names, *more, **by: (swapped.extend(names), swap_in(names, *more, **by))[1]
         )

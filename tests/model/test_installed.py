@@ -14,8 +14,8 @@ from harmony_ds.decomposer import Decomposition, find_layers
 from harmony_ds.device import CpuDevice
 from harmony_ds.model import buffers
 from harmony_ds.model.installed import FixedParameters, Installation, PhantomParameter
+from harmony_ds.offload.device_copies import Leaves
 from harmony_ds.offload.ledger import Ledger, TrafficKind
-from harmony_ds.offload.residency import Leaves
 
 
 class Net(nn.Module):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from harmony_ds.decomposer.graph import slab_bytes
 from harmony_ds.model.intercept import Request, handled_by
-from harmony_ds.offload.residency import DeviceCopy
+from harmony_ds.offload.device_copies import DeviceCopy
 from harmony_ds.runtime.streaming import LayerCallObserver, Streamer
 from harmony_ds.step.engine_state import EngineState
 from tests.runtime.scripted import ScriptedDevice, assembled
@@ -154,7 +154,9 @@ def test_nothing_stays_and_nothing_is_open_where_something_fails(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
     with monkeypatch.context() as patched:
-        owner, name = (bench.model.layers[1], "forward") if fails == "layer" else (bench.runtime.residency, "swap_in")
+        owner, name = (
+            (bench.model.layers[1], "forward") if fails == "layer" else (bench.runtime.device_copies, "swap_in")
+        )
         patched.setattr(owner, name, _fail)
         with pytest.raises(ZeroDivisionError):
             bench.stream((0, 1, 2))

@@ -44,8 +44,8 @@ def known(choice: Choice) -> Choice:
     return replace(choice, reserved_bytes=choice.plan.peak_bytes)
 
 
-def serves(choice: Choice, least_fraction: float) -> bool:
-    return is_served(replayed(choice, REQUEST, COSTS, least_fraction), REQUEST)
+def serves(choice: Choice, smallest_ratio: float) -> bool:
+    return is_served(replayed(choice, REQUEST, COSTS, smallest_ratio), REQUEST)
 
 
 def _fields(value: Any) -> dict[str, Any]:
@@ -54,8 +54,8 @@ def _fields(value: Any) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def _reserves_its_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    def reserved_bytes(plan: Plan, costs: Any, least_fraction: float) -> int:
-        return round(plan.peak_bytes / least_fraction)
+    def reserved_bytes(plan: Plan, costs: Any, smallest_ratio: float) -> int:
+        return round(plan.peak_bytes / smallest_ratio)
 
     def retries(plan: Plan, costs: Any, pool_bytes: int) -> int:
         return int(plan.peak_bytes != LUCKY or pool_bytes < POOL)
@@ -77,8 +77,8 @@ class Searches:
         return self._found(self.left[-1])
 
 
-def fit(searches: Searches, fragment_mib: int, least_fraction: float = 1.0) -> Fitting:
-    return search_fitting(searches, REQUEST, COSTS, fragment_mib * MIB, least_fraction)
+def fit(searches: Searches, fragment_mib: int, smallest_ratio: float = 1.0) -> Fitting:
+    return search_fitting(searches, REQUEST, COSTS, fragment_mib * MIB, smallest_ratio)
 
 
 def test_a_plan_that_takes_what_there_is_runs() -> None:
@@ -150,7 +150,7 @@ def test_where_much_is_left_a_quarter_less_is_tried() -> None:
 def test_micro_batches_of_several_sizes_need_more() -> None:
     small, large = choice(LIMIT // 2, 10.0), choice(LIMIT, 9.0)
     searches = Searches(lambda left: (large, small) if left == 100 else (small,))
-    assert fit(searches, 100, least_fraction=0.5) == Fitting(
+    assert fit(searches, 100, smallest_ratio=0.5) == Fitting(
         (replace(small, reserved_bytes=LIMIT),), (100 + 8 * 40) * MIB
     )
     assert serves(small, 0.5) and not serves(large, 0.5)

@@ -168,7 +168,7 @@ def test_memory_in_pieces_is_reserved_beyond_what_is_in_use() -> None:
 def test_smaller_micro_batches_take_less_but_for_gradients_of_parameters() -> None:
     plan = plan_of(ON_DEVICE)
     allocator = Noting()
-    replayed = Replay(plan, COSTS, allocator, least_fraction=0.5)
+    replayed = Replay(plan, COSTS, allocator, smallest_ratio=0.5)
     replayed.load_resident()
     allocator.noted.clear()
     replayed.step()
@@ -194,9 +194,9 @@ def test_inputs_take_nothing_of_the_pool_that_is_computed_with() -> None:
     assert requests["B0.0"] == [16, 8, -8, -4, 4, 2, -16, 3, -2, -4]
 
 
-@pytest.mark.parametrize(("least_fraction", "steps"), [(1.0, 3), (0.5, 20)])
+@pytest.mark.parametrize(("smallest_ratio", "steps"), [(1.0, 3), (0.5, 20)])
 def test_micro_batches_of_several_sizes_are_replayed_for_more_steps(
-    least_fraction: float, steps: int, monkeypatch: pytest.MonkeyPatch
+    smallest_ratio: float, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replayed: list[Replay] = []
     step = Replay.step
@@ -206,5 +206,5 @@ def test_micro_batches_of_several_sizes_are_replayed_for_more_steps(
         step(self)
 
     monkeypatch.setattr(Replay, "step", noted_step)
-    reserved_bytes(plan_of(ON_DEVICE), COSTS, least_fraction)
+    reserved_bytes(plan_of(ON_DEVICE), COSTS, smallest_ratio)
     assert replayed == [replayed[0]] * steps

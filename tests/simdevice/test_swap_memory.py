@@ -11,9 +11,9 @@ from torch import Tensor
 
 from harmony_ds.decomposer import find_layers
 from harmony_ds.device import Stream
+from harmony_ds.offload.device_copies import DeviceCopies
 from harmony_ds.offload.host_store import HostStore
 from harmony_ds.offload.ledger import Ledger
-from harmony_ds.offload.residency import Residency
 from harmony_ds.offload.stash import Stash, StashEntry
 from tests.offload.examples import odd_sizes
 from tests.simdevice.late import LateCpuDevice
@@ -28,14 +28,14 @@ def device() -> LateCpuDevice:
 
 
 @pytest.fixture
-def residency(device: LateCpuDevice) -> Residency:
+def device_copies(device: LateCpuDevice) -> DeviceCopies:
     model = odd_sizes()
     store = HostStore(model, find_layers(model), torch.float32, device)
-    return Residency(device, store, Ledger(), torch.float32)
+    return DeviceCopies(device, store, Ledger(), torch.float32)
 
 
 @pytest.fixture(autouse=True)
-def _watched(device: LateCpuDevice, residency: Residency) -> Iterator[None]:
+def _watched(device: LateCpuDevice, device_copies: DeviceCopies) -> Iterator[None]:
     with device.watched():  # but what is made on the host before
         yield
 
@@ -58,33 +58,33 @@ def assert_in_order(device: LateCpuDevice) -> None:
 
 
 def test_weights_are_copied_after_the_work_that_may_still_use_their_memory(
-    device: LateCpuDevice, residency: Residency
+    device: LateCpuDevice, device_copies: DeviceCopies
 ) -> None:
     for _ in range(3):
-        copy = residency.swap_in(NAMES)
+        copy = device_copies.swap_in(NAMES)
         copy.wait(device)
         (copy.leaves[NAMES[0]] * 2).sum()
-        residency.evict(copy)
+        device_copies.evict(copy)
     assert_in_order(device)
 
 
 def test_weights_that_nothing_waited_for_are_freed_after_their_copy(
-    device: LateCpuDevice, residency: Residency
+    device: LateCpuDevice, device_copies: DeviceCopies
 ) -> None:
-    residency.evict(residency.swap_in(NAMES))
+    device_copies.evict(device_copies.swap_in(NAMES))
     compute()
     assert_in_order(device)
 
 
 def test_a_failed_swap_in_is_freed_after_the_copies_that_were_issued(
-    device: LateCpuDevice, residency: Residency, monkeypatch: pytest.MonkeyPatch
+    device: LateCpuDevice, device_copies: DeviceCopies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> None:
         raise torch.OutOfMemoryError("after the first copy")
 
     monkeypatch.setattr(Ledger, "book_in", fail)
     with pytest.raises(torch.OutOfMemoryError, match="after the first copy"):
-        residency.swap_in(NAMES)
+        device_copies.swap_in(NAMES)
     compute()
     assert_in_order(device)
 
@@ -137,7 +137,7 @@ def test_a_layer_may_keep_what_came_back(device: LateCpuDevice) -> None:
 
 
 def test_missing_waits_are_reported(
-    device: LateCpuDevice, residency: Residency, monkeypatch: pytest.MonkeyPatch
+    device: LateCpuDevice, device_copies: DeviceCopies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the other tests rest on."""
     wait = device.wait
@@ -147,5 +147,5 @@ def test_missing_waits_are_reported(
             wait(stream, event)
 
     monkeypatch.setattr(device, "wait", wait_but_for_compute)
-    residency.swap_in(NAMES).wait(device)
+    device_copies.swap_in(NAMES).wait(device)
     assert any("a copy on SWAP_IN writes" in report for report in device.order.reports)

@@ -121,8 +121,8 @@ def test_measuring_records_what_the_allocator_has_to_serve() -> None:
 def test_a_plan_is_replayed_again_when_micro_batches_differ_in_size(monkeypatch: pytest.MonkeyPatch) -> None:
     shares: list[float] = []
 
-    def replayed(choice: Choice, request: Any, costs: Any, least_fraction: float) -> Choice:
-        shares.append(least_fraction)
+    def replayed(choice: Choice, request: Any, costs: Any, smallest_ratio: float) -> Choice:
+        shares.append(smallest_ratio)
         return replace(choice, reserved_bytes=1)
 
     monkeypatch.setattr("harmony_ds.step.planner.replayed", replayed)

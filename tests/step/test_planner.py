@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from harmony_ds.step import group_plans
+from harmony_ds.step import plan_composer
 from tests.engine.drive import config_of, engine_for, seed_of, sgd
 from tests.engine.residual_net import Net, batch_of, built
 from tests.inside import planner_of
@@ -40,16 +40,16 @@ def test_micro_batches_that_are_larger_in_any_dimension_than_all_before_are_not_
 @pytest.mark.filterwarnings("ignore:a loss or an output was looked at")
 def test_as_many_composed_plans_are_kept_as_the_bound_says(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
-    compose = group_plans.compose_forward
-    monkeypatch.setattr(group_plans, "_MOST_PLANS", 2)
-    monkeypatch.setattr(group_plans, "compose_forward", lambda *arguments: made.append(0) or compose(*arguments))
+    compose = plan_composer.compose_forward
+    monkeypatch.setattr(plan_composer, "_MOST_PLANS", 2)
+    monkeypatch.setattr(plan_composer, "compose_forward", lambda *arguments: made.append(0) or compose(*arguments))
     with engine_for(built(Net), sgd, config_of(4)) as engine:
         for index in range(4):
             loss = engine(**batch_of(index))["loss"]
             loss.item()
             engine.backward(loss)
             engine.step()
-        assert len(made) == 4 and engine._steps.context.plans._composed.cache_info().currsize == 2
+        assert len(made) == 4 and engine._steps.context.composer._composed.cache_info().currsize == 2
 
 
 class SlowSGD(torch.optim.SGD):

@@ -1,4 +1,4 @@
-"""What one engine cuts into tiles of tokens, because it does not fit on the device whole."""
+"""Which heads one engine calls in tiles of tokens, with the loss, because their outputs do not fit on the device whole."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
-class TokenTiles:
-    """Which calls are made a tile of tokens at a time; `Planner` decides whether, and measuring finds which can be.
+class HeadTiles:
+    """Heads whose output is computed a tile of tokens at a time. `Planner` sets the size, measuring finds the heads.
 
     Attributes:
         size: how many tokens a tile has; 0: nothing is cut.

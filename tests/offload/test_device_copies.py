@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harmony_ds.device import CpuDevice, Event, Stream
+from harmony_ds.offload.device_copies import DeviceCopies, DeviceCopy, Leaves
 from harmony_ds.offload.ledger import Ledger, TrafficKind
-from harmony_ds.offload.residency import DeviceCopy, Leaves, Residency
 from tests.offload.examples import stored
 
 
@@ -30,16 +30,16 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def residency_in_bf16() -> tuple[Residency, DeviceCopy]:
+def copies_in_bf16() -> tuple[DeviceCopies, DeviceCopy]:
     device = CpuDevice()
     store: Any = SimpleNamespace(dtype=torch.bfloat16)
     leaves = Leaves({f"p{i}": nn.Parameter(torch.zeros(3, i + 1, dtype=torch.bfloat16)) for i in range(6)})
     copy = DeviceCopy(torch.empty(0), leaves, {}, device.record(Stream.SWAP_IN))
-    return Residency(device, store, Ledger(), torch.float32), copy
+    return DeviceCopies(device, store, Ledger(), torch.float32), copy
 
 
 def test_a_layers_sums_are_one_operator_with_the_bits_of_single_additions() -> None:
-    residency, copy = residency_in_bf16()
+    device_copies, copy = copies_in_bf16()
     generator = torch.Generator().manual_seed(1)
     expected: dict[str, Tensor] = {}
     with Operators() as operators:
@@ -51,39 +51,39 @@ def test_a_layers_sums_are_one_operator_with_the_bits_of_single_additions() -> N
                 single = leaf.grad.float()
                 expected[name] = single if name not in expected else torch.add(expected[name], single)
             operators.seen.clear()
-            residency.accumulate(copy)
+            device_copies.accumulate(copy)
             assert sorted(operators.seen) in (
                 ["aten::_foreach_copy_"],
                 ["aten::_foreach_add_", "aten::_foreach_copy_"],
                 ["aten::_foreach_add_"],
             )
     assert all(leaf.grad is None for leaf in copy.leaves.values())
-    assert residency.gradients(copy).keys() == expected.keys()
-    assert all(torch.equal(residency.gradients(copy)[name], expected[name]) for name in expected)
+    assert device_copies.gradients(copy).keys() == expected.keys()
+    assert all(torch.equal(device_copies.gradients(copy)[name], expected[name]) for name in expected)
 
 
 def test_strides_of_a_gradient_are_kept() -> None:
-    residency, copy = residency_in_bf16()
+    device_copies, copy = copies_in_bf16()
     with Operators() as operators:
-        residency.accumulate(copy)
+        device_copies.accumulate(copy)
     assert not operators.seen and not copy.gradients  # no gradient came
     copy.leaves["p3"].grad = torch.ones(4, 3, dtype=torch.bfloat16).t()
-    residency.accumulate(copy)
+    device_copies.accumulate(copy)
     assert list(copy.gradients) == ["p3"]
     assert copy.gradients["p3"].stride() == (1, 3)
 
 
 def test_no_gradient_is_added_twice_where_memory_runs_out_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    residency, copy = residency_in_bf16()
+    device_copies, copy = copies_in_bf16()
     copy.leaves["p0"].grad = torch.ones(3, 1, dtype=torch.bfloat16)
-    residency.accumulate(copy)
+    device_copies.accumulate(copy)
     for name in ("p0", "p1"):  # a sum that is there, and one that is new
         copy.leaves[name].grad = torch.ones_like(copy.leaves[name])
     with monkeypatch.context() as without_memory:
         without_memory.setattr(torch, "empty_like", raise_out_of_memory)
         with pytest.raises(torch.OutOfMemoryError):
-            residency.accumulate(copy)
-    residency.accumulate(copy)
+            device_copies.accumulate(copy)
+    device_copies.accumulate(copy)
     assert torch.equal(copy.gradients["p0"], torch.full((3, 1), 2.0))
     assert torch.equal(copy.gradients["p1"], torch.ones(3, 2))
 
@@ -94,11 +94,11 @@ def raise_out_of_memory(*_: Any, **__: Any) -> Tensor:
 
 def test_each_of_several_devices_swaps_in_its_share_and_the_rest_that_makes_no_whole_share() -> None:
     one, ledger = stored(nn.Sequential(nn.Linear(20, 30))), Ledger()
-    names, residency = list(one.store.parameters), Residency(one.device, one.store, ledger, torch.float32)
-    whole = residency.swap_in(names).buffer
+    names, device_copies = list(one.store.parameters), DeviceCopies(one.device, one.store, ledger, torch.float32)
+    whole = device_copies.swap_in(names).buffer
     for rank, share in enumerate((slice(256), slice(256, 512))):
         ledger.drain()
-        buffer = residency.swap_in(names, rank=rank, devices=2).buffer
+        buffer = device_copies.swap_in(names, rank=rank, devices=2).buffer
         assert torch.equal(buffer[share], whole[share]) and torch.equal(buffer[512:], whole[512:])
         assert ledger.drain().host_to_device[TrafficKind.WEIGHTS] == 4 * (256 + 128)
 
@@ -124,14 +124,14 @@ class Interrupted(Future[Event]):
 
 def test_copies_from_a_disk_whose_wait_was_interrupted_are_waited_for_again() -> None:
     device = CpuDevice()
-    residency, _ = residency_in_bf16()
-    for wait in (lambda copy: copy.wait(device), lambda _: residency.finish_reads()):
+    device_copies, _ = copies_in_bf16()
+    for wait in (lambda copy: copy.wait(device), lambda _: device_copies.finish_reads()):
         arrival = Interrupted()
         arrival.set_result(device.record(Stream.DISK))
         copy = DeviceCopy(torch.empty(0), Leaves({}), {}, arrival)
-        residency._last_swap_in[0] = arrival
+        device_copies._last_swap_in[0] = arrival
         with pytest.raises(KeyboardInterrupt):
             wait(copy)
         wait(copy)
         assert arrival.waits > 1
-        residency._last_swap_in.clear()
+        device_copies._last_swap_in.clear()

@@ -122,8 +122,8 @@ class DeviceCopy:
             device.wait(Stream.COMPUTE, arrived)
 
 
-class Residency:
-    """Swap-ins and evictions of packs, and the sums of their gradients on the device.
+class DeviceCopies:
+    """Copies packs to the device and frees these copies, and sums up the gradients that gather on them.
 
     Attributes:
         accumulation_dtype: dtype of the sums of gradients.

@@ -1,4 +1,4 @@
-"""The plan in force, for the micro-batches of one group: joined into sets where their layer calls are, and its tasks."""
+"""Plans for the micro-batches that a run computes: the tasks for just these, in the packs that the planner has chosen."""
 
 from __future__ import annotations
 
@@ -21,8 +21,12 @@ _MOST_TRIES = 8
 _Compose = Callable[[Packing, Group, Policy], tuple[Task, ...]]
 
 
-class GroupPlans:
-    """Plans of groups of micro-batches, kept as long as the planner's plan is in force."""
+class PlanComposer:
+    """Composer of the plan for each run: the planner's packs and policy, with tasks for the micro-batches of the run.
+
+    The planner's own plan is for a whole step as it is expected. What runs may be a part of a step, a forward pass alone or
+    an evaluation. Composed plans are kept until the planner chooses another plan.
+    """
 
     def __init__(self, runtime: Runtime, planner: Planner) -> None:
         self._runtime = runtime
@@ -38,9 +42,9 @@ class GroupPlans:
         joined_count, joins = self._planner.joined_count, self._runtime.joins
         if joined_count == 1:
             return micro_batches
-        if self._runtime.world.any("run some alone", any(m.forwarded for m in micro_batches)):
+        if self._runtime.world.any("run some alone", any(m.forward_done for m in micro_batches)):
             return micro_batches
-        if self._runtime.residency.are_hooked(self._planner.graph.unlayered):
+        if self._runtime.device_copies.are_hooked(self._planner.graph.unlayered):
             raise joins.refuse("hooks of parameters that are used between layers see each for itself")
         self._planner.plan_for(len(micro_batches))
         runs = self._runs(micro_batches)
@@ -155,7 +159,7 @@ class GroupPlans:
         policy = self._planner.plan_for(count).policy
         if not policy.swaps_in_shares:
             return policy
-        alone = has_unlayered or any(m.forwarded for m in micro_batches)
+        alone = has_unlayered or any(m.forward_done for m in micro_batches)
         return replace(policy, swaps_in_shares=not self._runtime.world.any("share swap-ins", alone))
 
     def _of_group(
@@ -169,7 +173,7 @@ class GroupPlans:
         """Return the plan of a group; not `with_shared_losses`: as if each of its micro-batches had
         its own.
         """
-        fresh, forwarded = (tuple(m.index for m in micro_batches if m.forwarded is ran) for ran in (False, True))
+        fresh, forwarded = (tuple(m.index for m in micro_batches if m.forward_done is ran) for ran in (False, True))
         shared_losses: list[tuple[int, ...]] = []
         if with_shared_losses:
             of_several = [members for members in _by_loss(micro_batches) if len(members) > 1]
