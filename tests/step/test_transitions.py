@@ -169,7 +169,7 @@ def test_an_error_drops_the_step_where_the_table_says_so(
         engine, step = drive.engine, drive.step
         drive.model.troubles.append(ValueError("the model's own"))
         with pytest.raises(ValueError, match="the model's own"):
-            drive.boundary() if transition.action.__name__ == "take" else drive.read_gradient()
+            drive.boundary() if transition.action.__name__ == "run_and_update" else drive.read_gradient()
         assert taken[-1][2] is transition
         assert step.state is StepState.FAILED and not step.micro_batches and engine.usable
 
