@@ -582,7 +582,7 @@ def _output_of(head: HeadCall, request: Request) -> TokenTensor | None:
 
 @dataclass(frozen=True, slots=True)
 class _HeadInputs:
-    """What a call is given that may be a head: hidden states of tokens, and no other tensor."""
+    """The inputs of a call that may be a head's: the hidden states of tokens, and no other tensor."""
 
     layer: CalledLayer
     request: Request
@@ -609,11 +609,11 @@ class _HeadInputs:
         return self._prove((*rows, whole, self.hidden.shape[-1]), len(rows), [part], leaves)
 
     def may_run_in_tiles(self, tile: int, leaves: Leaves) -> bool:
-        """Return whether the layer gives tiles of `tile` tokens, of rows one after the other, what it gives all of them.
+        """Return whether the layer computes the same for tiles of `tile` tokens as for all tokens at once.
 
-        For torch's own linear layer that is known. Of any other it is proved for the numbers of rows and tokens that run,
-        since forward may compute with numbers of rows, and otherwise with long ones. All rows with all tokens give what all
-        rows with the tokens of a tile do, and these give what each row by itself does.
+        Tiles are cut from the tokens of all rows, laid out one row after the other. For torch's own linear layer the answer
+        is known. For any other it is proved in two steps, with the numbers of rows and tokens that run, since `forward` may
+        compute with these numbers: first for fewer tokens of all rows, then, with so many tokens, for single rows.
         """
         own_forward = getattr(self.request.forward, "__func__", None)
         if type(self.layer.module) is nn.Linear and own_forward is nn.Linear.forward:

@@ -168,7 +168,8 @@ class HostGradients(GradientSums):
         Blocks while the limit of transfers is reached. The caller keeps `gradients` and `norms` until they have arrived.
 
         Args:
-            extra: by how many transfers the limit is higher, since so many do not wait for their update (None: no limit).
+            extra: how many transfers the plan keeps on the host for a later update, which do not count against the limit;
+                None: there is no limit.
             after: the stream whose work so far makes the gradients.
             norms: result of `norms_of`, or None.
             pack_bytes: bytes of all gradients that the pack can have. The buffer is chosen for so many, even if some

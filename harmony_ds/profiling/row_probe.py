@@ -162,7 +162,8 @@ class RowProbe:
         rows = self._rows * dims.per_row
         slicing = Slicing(dims, rows, rows - 1, rows - 1)
         all_but_last = next(slicing.slices(rows - 1))
-        # Without a gradient, a row gives none: also where a gradient is added on the way (a loss of the layer's own).
+        # All rows but the last of the outputs get a zero gradient; so must these rows of the inputs. They do not if
+        # rows are mixed, or if a layer adds a gradient of its own (an auxiliary loss).
         input_gradients = self._propagate(trial, dims, leaves, 1.0, zeroed=all_but_last)
         for gradient, dim in zip(input_gradients, dims.inputs, strict=True):
             if gradient is not None and dim is not None and all_but_last.narrow(gradient, dim).any():
@@ -184,7 +185,8 @@ class RowProbe:
             trained = [leaf for leaf in leaves.values() if leaf.requires_grad]
             of_slices = self._propagate(sliced, dims, leaves, 1.0)
             largest = _largest([*of_slices, *(leaf.grad for leaf in trained)])
-            # With the sign turned, so that the sum with those of the slices, parameters' among them, is rounding alone.
+            # Gradients of the whole call get the opposite sign and are added to those of the slices: parameters' gradients
+            # add up so by themselves. What remains is rounding.
             of_whole = self._propagate(whole, dims, leaves, -1.0)
         sums = [a + b for a, b in zip(of_slices, of_whole, strict=True) if a is not None and b is not None]
         dtypes = {tensor.dtype for tensor in (*whole.call.on_device, *whole.outputs, *trained)}

@@ -22,7 +22,7 @@ def release_frames(error: BaseException) -> None:
 
 
 class StepCollections:
-    """Full collections of a process that trains: cheap ones in steps, complete ones between them.
+    """Keeper of Python's full garbage collections: cheap ones during steps, complete ones between them.
 
     A step makes so many objects that every few steps (of a large model every step) Python makes a full collection, which
     goes through all of torch and transformers: 0.2 to 0.3 s in which nothing is launched. So the objects that are there

@@ -46,7 +46,7 @@ class _LeavingGradients:
 
 
 class GradientTasks:
-    """Handlers of the tasks that use gradients, and the update of a step that no task updates.
+    """Handlers of the tasks that use gradients; also the update from gradients that the program has made by itself.
 
     Attributes:
         outcome: of the step that runs.

@@ -181,7 +181,7 @@ class MemberStreams:
 
 @dataclass(slots=True, eq=False)
 class JointMicroBatch(MicroBatch):
-    """Several micro-batches as one."""
+    """Several micro-batches whose layer calls are joined: for the executor they are one micro-batch."""
 
     members: Sequence[MicroBatch] = ()
     joins: Joins | None = None

@@ -38,7 +38,7 @@ class OffPlanError(Exception):
 
 @dataclass(slots=True, eq=False)
 class MicroBatch:
-    """State of one micro-batch.
+    """One micro-batch as the executor runs it: its forward pass, its recorded layer calls, its outputs and gradients.
 
     Attributes:
         index: among the micro-batches of the group.

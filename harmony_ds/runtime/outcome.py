@@ -10,7 +10,7 @@ from harmony_ds.optim.updater import GradientNorm
 
 @dataclass(slots=True)
 class Outcome:
-    """Facts about a step, from its begin on.
+    """What a run has updated so far, and the norm of its gradients.
 
     Attributes:
         norm: of all gradients; promised when the step returns.

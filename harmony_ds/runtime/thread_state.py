@@ -44,7 +44,11 @@ class SuspendedModes:
 
 
 class ThreadState:
-    """Inference and grad mode, hooks on saved tensors, modes, torch's switches, autocast, stream, the model's `forward`."""
+    """Exchanges settings of the thread between the engine and one lane, each time that the lane stops or runs on.
+
+    The settings are inference and grad mode, hooks on saved tensors, torch's modes and switches, autocast, the current
+    stream, and the model's `forward`.
+    """
 
     def __init__(self, device: Device, own: dict[str, Any]) -> None:
         """Exchange the host's autocast, that of `device` with its current stream, and `forward` in `own`."""

@@ -47,6 +47,8 @@ class _Entry:
 
 @dataclass(slots=True)
 class _StepEntries:
+    """What is written down of one step: when it began, and its tasks so far."""
+
     plan: Plan
     begin_ms: float
     entries: list[_Entry] = field(default_factory=list)

@@ -12,19 +12,23 @@ So three packs and two micro-batches, without prefetch and with immediate update
 
     I0 F0.0 F0.1 E0  I1 F1.0 F1.1 E1  I2 L2.0 L2.1 O2 U2 E2  I1 B1.0 B1.1 G2 O1 U1 E1  I0 B0.0 B0.1 G1 O0 U0 E0 G0
 
-They are made one after the other: the runs of each pack in each pass (`PackPass`); around these, the tasks that take
-gradients out, bring stashes back and weights in (`_Composer._add_...`); one list of all (`order_tasks`); in that, later
-places for some swap-ins (`delay_swap_ins`).
+The list is made in four steps:
 
-Around all of that, I u brings the unlayered parameters, and O u, G u, E u take them away: before N, if there is one.
-U u updates them, and U v those that the model does not use.
+    1. `PackPass`: for each pack in each pass, the runs (F, L, B) of all micro-batches
+    2. `_Composer._add_...`: around these, the tasks that bring weights and stashes in, and take gradients and stashes out
+    3. `order_tasks`: all of them in one list
+    4. `delay_swap_ins`: some swap-ins of that list are moved to a later place
 
-Without grouping, forward to backward once for each micro-batch, and the updates with the last one's. A micro-batch whose
-forward pass ran alone has B n-1 in the place of L n-1. Of those that share a loss, the last one has L n-1, which makes the
-loss of all their outputs; the others have F n-1 before and B n-1 after it. They go back in reverse order, as autograd does.
+The unlayered parameters are a pack, too, here called u: I u is the first task of a step, and O u, G u, E u follow the last
+backward pass, before N, if there is one. U u updates them. U v updates parameters that the model does not use.
 
-Of several devices, R p before every O p, or after it if gradients are added up on the host; and A p after every I p
-where each swaps in a share.
+Without grouping, each micro-batch has its own forward, fused and backward tasks, and the updates come with those of the
+last one. A micro-batch whose forward pass has run before the step has B n-1 instead of L n-1. Where several micro-batches
+share a loss, L n-1 of the last one computes it from the outputs of all; so the others have F n-1 before it, and B n-1
+after it. Their backward passes run in reverse order, as autograd's would.
+
+With several devices, R p comes before every O p, or after it if gradients are added up on the host. Where each device swaps
+in a share of a pack, A p, which gathers the shares, follows every I p.
 
 In brackets: swap-ins issued one pack early, or later by `Policy.swap_in_delays` (see `delays`): the host is still updating
 the pack's weights after the step before. The first stash of a pack that waits on the host comes back (T) before the

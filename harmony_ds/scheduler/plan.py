@@ -87,14 +87,16 @@ class Pack:
 
     Attributes:
         index: its number in the plan.
-        positions: the positions in the call order that it covers; none: of a pack that is on the device for all of them.
+        positions: of its layer calls, in the order of a forward pass; empty: of parameters that are used between layers,
+            or not at all.
         layers: the layers called there, each once.
         parameters: canonical names of their parameters, each once.
-        owned: those of `parameters` that no earlier pack with a backward pass has; the host updates them with this pack,
-            whose gradient is the last of theirs to arrive. Of a pack without a backward pass: those that no other pack has,
-            if some of them are trained. The program's own backward passes may reach these.
+        owned: those of `parameters` that are updated when this pack is. Several packs may use a parameter (tied weights);
+            the first of them that has a backward pass owns it, since its backward pass runs last, and completes the
+            gradient. A pack without a backward pass owns what no other pack uses, if some of that is trained: backward
+            passes of the program's own may give it gradients.
         weight_bytes: bytes of its weights, as one swap-in of one device moves them.
-        gradient_bytes: bytes of all its gradients, as one swap-out moves them that are not reduced before.
+        gradient_bytes: bytes of all its gradients, which one swap-out copies unless several devices reduce them before.
         needs_backward: whether any gradient flows through it.
         update_elements: trainable elements of `owned`; of several devices, the most that one of them updates.
         resident_bytes: what it holds on the device from step to step if it is resident: weights that no earlier pack

@@ -24,7 +24,7 @@ Choose = Callable[[CostTable, Sizes], Choice]
 
 
 class CallSizes:
-    """Measures of one model by the sizes of its layer calls.
+    """Measurer of one model with layer calls of several sizes: slices of a micro-batch, and sets of joined ones.
 
     Attributes:
         wanted: sizes as configured; None: as the search finds best.

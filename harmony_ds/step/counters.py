@@ -11,7 +11,7 @@ from harmony_ds.optim.updater import GradientNorm
 
 @dataclass(slots=True)
 class Counters:
-    """How far the training of an engine has come.
+    """DeepSpeed's counters of one engine: steps, samples, micro-batches; and the result of its last step.
 
     Attributes:
         global_steps: optimizer steps, skipped ones included.

@@ -24,7 +24,7 @@ from harmony_ds.step.planner import Planner
 
 @dataclass(frozen=True, slots=True)
 class EngineState:
-    """Everything that an engine has made: memory, threads, the intercepted model, and what runs it.
+    """The objects that an engine owns until it is destroyed: memory, threads, the intercepted model, and what runs it.
 
     Attributes:
         layers: of the model.

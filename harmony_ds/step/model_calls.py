@@ -18,7 +18,7 @@ from harmony_ds.step.inputs import CallInputs
 
 @dataclass(frozen=True, slots=True)
 class ModelCalls:
-    """Caller of the model, or of what stands for it."""
+    """Calls the model, or the function that a program has put in its place, with arguments moved to the device."""
 
     device: Device
     ledger: Ledger

@@ -61,7 +61,7 @@ class CallForm:
 
 
 class OutputKind:
-    """Outputs of calls with the same arguments and switches, whatever their shapes and modes."""
+    """What is known of the outputs of calls with the same arguments and switches, whatever their shapes and modes."""
 
     def __init__(self) -> None:
         self._known: dict[CallForm, Structure] = {}
@@ -154,7 +154,7 @@ class _Expectation:
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class _PendingOutputs:
-    """Outputs of one call, and what stands for parts of them.
+    """Maker of stand-ins for the outputs of one call and their parts.
 
     Attributes:
         asked_for: tensors that the program has asked for one by one, and containers that it may have written into.
@@ -224,7 +224,7 @@ _SPECIAL = [*_CHANGING, *"bool eq hash iter len or reduce_ex repr reversed ror".
 
 @dataclass(slots=True)
 class _OutputObject:
-    """One object among outputs."""
+    """What a `_PendingObject` knows: where among the outputs its object will be, and what has become of it."""
 
     pending: _PendingOutputs
     structure: Container | Opaque
@@ -261,7 +261,7 @@ class _OutputObject:
 
 
 class _PendingObject:
-    """Stand-in for an instance of a class, which hands on to one."""
+    """Stand-in for an object among outputs, which is computed when the program asks for what is not known of it."""
 
     __slots__ = ("__weakref__", "_harmony")
     _harmony: _OutputObject

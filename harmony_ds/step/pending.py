@@ -82,7 +82,7 @@ class OutputsGiven(enum.Enum):
 
 
 class Source(Protocol):
-    """One queued micro-batch."""
+    """A queued micro-batch, as far as tensors that are computed from its outputs need to know it."""
 
     nodes: weakref.WeakSet[Node]
     """All that is made of its outputs."""
@@ -97,7 +97,7 @@ class Source(Protocol):
     outputs_given: OutputsGiven
     """What its caller was given as its outputs."""
     stand_ins: Callable[[], object | None]
-    """Weak reference to what makes further nodes of its outputs, where its caller was given an object of that."""
+    """Weak reference to the maker of stand-ins for parts of its outputs, where its caller was given such."""
     is_of_outputs: bool
     """Whether the program propagates back now from a loss that is made of outputs alone."""
     joins_other_graphs: bool
@@ -119,7 +119,7 @@ class Source(Protocol):
 
 @dataclass(eq=False)
 class Node:
-    """An output of a queued micro-batch's model, or what a function makes of such.
+    """How to compute a tensor later: as an output of a queued micro-batch, or by a function of other nodes.
 
     Attributes:
         sources: the micro-batches that it depends on.

@@ -82,19 +82,20 @@ class StepOfMicroBatch(Protocol):
 
 
 class PendingMicroBatch:
-    """One queued micro-batch, with what the program has of its outputs and does with them.
+    """One micro-batch from its call to the end of its step, with the outputs and losses that the program has of it.
 
     Attributes:
         nodes: its outputs, and what the program makes of them.
         loss: what it propagates back from.
         stage: how far it has come.
         outputs_given: what its caller was given as its outputs.
-        stand_ins: weak reference to what makes further nodes of its outputs, where its caller was given an object of that.
+        stand_ins: weak reference to the maker of stand-ins for parts of its outputs, where its caller was given such.
         divided_by: accumulation steps by which this engine or others have divided the gradients of its inputs.
         inputs_require_grad: whether any argument requires a gradient: then its backward pass cannot wait for the boundary.
         is_of_outputs: whether the loss that autograd propagates back from now is made of its outputs.
         uses_non_outputs: whether a loss that it was propagated back from is made of more than its outputs.
-        shows_what_losses_use: whether the trial has a result, `uses_non_outputs`: a gradient has come to its outputs.
+        shows_what_losses_use: whether `uses_non_outputs` tells about the program's losses: its outputs were given on trial
+            (`OutputsGiven.ON_TRIAL`), and a gradient has come to them.
         joins_other_graphs: whether the program has joined a tensor with a graph of layers to its outputs.
         called_at: the file and the line of the program that has called it; ("", 0): not of a step.
     """
@@ -367,11 +368,14 @@ class PendingMicroBatch:
         return self.loss.objective() if self is self.loss.members[-1] else None
 
     def surrogate_loss(self, outputs: Any) -> Tensor | None:
-        """Return what would be propagated back from if its call had returned `outputs`, or what takes about as long."""
+        """Return a loss of `outputs`, for measuring a backward pass: the program's own, if it can be computed from them.
+
+        Else some other scalar of them, whose backward pass takes about as long. None: no output requires a gradient.
+        """
         used = [
             (node, node.read) for node in self.loss.outputs_used if node.sources[0] is self and node.read is not None
         ]
-        # For the outputs of others that share its loss, tensors of zeros would stand: as large as these are not to be.
+        # Other micro-batches of a shared loss are represented by zeros as large as their outputs: tiles are to avoid those.
         in_tiles = len(self.loss.members) > 1 and any(map(is_not_computed, tensors_in(outputs)))
         with suppress(BatchError):
             if not used:

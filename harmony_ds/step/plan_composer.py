@@ -35,9 +35,10 @@ class PlanComposer:
         self._in_force: Plan | None = None
 
     def sets(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """Return `micro_batches`, those as one whose layer calls are joined: consecutive ones of equal shapes.
+        """Return `micro_batches`, with a `JointMicroBatch` in the place of consecutive ones whose layer calls are joined.
 
-        Sets that are not full count as full ones, with which the budget may be too small; those run one by one, then.
+        Joined are up to `Planner.joined_count` micro-batches of equal shapes. In the plan, a smaller set takes as much
+        memory as a full one. If the budget does not hold that, the micro-batches of smaller sets run one by one.
         """
         joined_count, joins = self._planner.joined_count, self._runtime.joins
         if joined_count == 1:

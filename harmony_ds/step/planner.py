@@ -82,7 +82,7 @@ DoesNotFitError."""
 
 @dataclass(frozen=True, slots=True)
 class _Tried(Generic[_Found]):
-    """What became of an attempt, and the last costs that it tried; None: nothing could be measured."""
+    """Result of an attempt to plan: what it found, or its error with the last costs that it tried, if any."""
 
     found: _Found | None
     costs: CostTable | None

@@ -56,7 +56,7 @@ class Remedy:
 
 
 class Recovery:
-    """Recovery of one run from errors.
+    """Recovers one run from its errors: chooses the remedy by the table below, and applies it.
 
     Attributes:
         outcome: what the run has updated, this time.

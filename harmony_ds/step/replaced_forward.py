@@ -15,7 +15,7 @@ from harmony_ds.runtime.thread_state import put_forward
 
 
 class ReplacedForward:
-    """Callable in the place of `module.forward`, and what that leaves there when it has run."""
+    """Makes calls of a module by the `forward` that a library has put on it for one call, which then takes itself away."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module

@@ -18,7 +18,7 @@ from harmony_ds.step.undo import undo_passes
 
 
 class RunKind(enum.Enum):
-    """What runs at once."""
+    """Which passes and updates a run of the executor computes."""
 
     FORWARD = "the forward pass of one micro-batch"
     PART = "forward and backward of some micro-batches of a step; the gradients wait"
@@ -30,7 +30,7 @@ class RunKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run of the executor, which may have to be repeated.
+    """What the executor is to run at once; after an error it may run again.
 
     Attributes:
         pending: the micro-batches that run.
@@ -59,7 +59,7 @@ class Run:
 
 @dataclass(slots=True)
 class PlannedRun:
-    """A run with its plan.
+    """The plan of a run, and what is measured while it runs.
 
     Attributes:
         micro_batches: those whose layer calls are joined count as one.

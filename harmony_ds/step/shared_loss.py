@@ -20,7 +20,7 @@ from harmony_ds.step.pending import Evaluation, Node, Source
 
 
 class LossMember(Source, Protocol):
-    """A micro-batch, as the loss that it shares knows it."""
+    """A queued micro-batch, as far as `SharedLoss` needs to know it."""
 
     micro_batch: MicroBatch
     loss: SharedLoss
@@ -32,7 +32,7 @@ class LossMember(Source, Protocol):
 
 
 class SharedLoss:
-    """The terms, made of outputs of micro-batches, from whose sum the program propagates back.
+    """The loss that the program propagates back from: the sum of terms that are made of outputs of micro-batches.
 
     A micro-batch has a loss of its own at first. Micro-batches whose outputs meet in one loss share it: to the program they
     are the forward passes of one micro-batch.
