@@ -57,13 +57,15 @@ def _race(name: str, options: str, limit_s: float, least_s: float = 90, sweep: b
 
 
 def _one_step(model: str, options: str, limit_s: float) -> Step:
-    name = f"step-{model}{options.replace(' --', '-').replace(' ', '-')}"
+    name = f"step-{model}{options.replace(' --', '-').replace(' ', '-').replace('-{work}', '')}"
     return Step(name, f"benchmarks/gpu/one_step.py --model {model}{options}", limit_s, 0.6 * limit_s)
 
 
-_SAME = "--cap-gib 24 --tokens 32768 --no-clip --rounds 1"
+_CAP = "--cap-gib 24"
+_ONE_ROW = f"{_CAP} --micro-batch 1 --rounds 1"
 _TWO = "harmony,deepspeed-zero3-offload"
 _PEERS = "benchmarks.gpu.engines"
+_OTHERS = f"harmony,deepspeed-zero2-offload,{_PEERS}:roundpipe,{_PEERS}:deepspeed-super-offload,{_PEERS}:fsdp2-offload"
 CALLS: dict[int, tuple[Step, ...]] = {
     1: (
         Step(_COMPILE, "benchmarks/gpu/compile_adam.py", 240),
@@ -74,49 +76,58 @@ CALLS: dict[int, tuple[Step, ...]] = {
     ),
     2: (
         Step(_COMPILE, "benchmarks/gpu/compile_adam.py", 240),
+        _race("3b", f"--model llama-3b {_ONE_ROW} --clip --steps 1 --engines {_TWO} --uncapped torch-checkpoint", 300),
+        _one_step("llama-3b", " --clip", 150),
         _race(
-            "3b",
-            f"--model llama-3b {_SAME} --micro-batch 1 --steps 1 --engines {_TWO} --uncapped torch-checkpoint,torch",
-            360,
-        ),
-        _one_step("llama-3b", "", 150),
-        _one_step("llama-6b", "", 240),
-        _race("6b", f"--model llama-6b {_SAME} --micro-batch 1 --steps 1 --engines {_TWO} --uncapped=", 480),
-        _race(
-            "3b-micro-batch-8",
-            f"--model llama-3b {_SAME} --micro-batch 8 --steps 2 --engines {_TWO} --uncapped torch-checkpoint",
+            "3b-best",
+            f"--model llama-3b {_CAP} --rounds 1 --micro-batch 8 --clip --steps 2 --engines {_TWO} --uncapped=",
             450,
             300,
             sweep=True,
         ),
+        _one_step("llama-8b", " --clip", 300),
+        _race("6b", f"--model llama-6b {_ONE_ROW} --clip --steps 1 --engines {_TWO} --uncapped=", 480),
+        _race(
+            "3b-131072",
+            f"--model llama-3b {_ONE_ROW} --clip --tokens 131072 --steps 1 --engines {_TWO} --uncapped torch-checkpoint",
+            420,
+        ),
+        _one_step("llama-3b", "", 150),
+        _one_step("llama-3b", " --clip --joins", 200),
+        _race(
+            "3b-rows-of-8192",
+            f"--model llama-3b {_ONE_ROW} --clip --sequence 8192 --steps 1 --engines {_TWO} --uncapped torch-checkpoint",
+            420,
+        ),
+        _race("others", f"--model llama-3b {_ONE_ROW} --clip --steps 1 --engines {_OTHERS} --uncapped=", 480),
+        _race("3b-no-clip", f"--model llama-3b {_ONE_ROW} --no-clip --steps 1 --engines {_TWO} --uncapped torch", 360),
     ),
     3: (
         Step(_COMPILE, "benchmarks/gpu/compile_adam.py", 240),
-        _race("ablations", "--model llama-3b --cap-gib 16 --tokens 32768 --micro-batch 1 --ablate --rounds 1", 300),
-        _one_step("llama-3b", " --clip", 150),
-        _one_step("llama-3b", " --tokens 131072", 240),
-        _one_step("llama-3b", " --cap-gib 8", 150),
-        _one_step("llama-3b", " --cap-gib 16", 150),
-        _race(
-            "others",
-            f"--model llama-3b {_SAME} --micro-batch 1 --steps 1 --engines "
-            f"harmony,{_PEERS}:roundpipe,{_PEERS}:deepspeed-super-offload,{_PEERS}:fsdp2-offload --uncapped=",
-            420,
-        ),
-        _one_step("llama-8b", "", 300),
+        _one_step("llama-3b", " --clip --sequence 32768", 240),
+        _one_step("llama-8b", " --clip --sequence 32768", 300),
         Step("qlora", "benchmarks/gpu/qlora.py", 300, 150),
-        _one_step("llama-3b", " --sequence 32768", 240),
+        _one_step("llama-3b", " --clip --compile", 240),
+        _race("ablations", "--model llama-3b --cap-gib 16 --micro-batch 1 --ablate --rounds 1", 300),
+        _one_step("llama-3b", " --clip --cap-gib 8", 150),
+        _one_step("llama-3b", " --clip --cap-gib 16", 150),
+        _one_step("llama-3b", " --clip --sequence 131072 --tokens 131072", 300),
+        _one_step("llama-3b", " --clip --float8 --compile", 240),
+        _one_step("llama-8b", " --clip --state-16-bit", 300),
+        _one_step("llama-3b", " --clip --disk {work}", 300),
     ),
 }
+"""The most valuable steps first: whatever is left when a call ends, the next one goes on with."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a step ended: `outcome` is "done", "failed", "out of time" or "not begun"."""
+    """How a step ended: "done", "failed", "out of time" or "not begun" (`outcome`), and which commit it ran."""
 
     outcome: str
     seconds: float = 0.0
     status: int | None = None
+    commit: str = ""
 
 
 def main() -> int:
@@ -127,6 +138,7 @@ def main() -> int:
     work = kit / "work" / f"call{options.call}"  # two calls may compare the same model: each goes on with its own
     out = Path(os.environ.get("OUT") or kit / "results")
     out.mkdir(parents=True, exist_ok=True)
+    print(f"harmony_ds {_commit(kit)}", flush=True)
     call = _Call(options.call, kit, work, out, began + options.budget_s)
     call.go_on()
     call.run()
@@ -189,7 +201,7 @@ class _Call:
             # Whatever it has started ends with it: the next step needs the device for itself.
             _end_group(process)
         outcome = "out of time" if status is None else "failed" if status else "done"
-        return Ended(outcome, round(time.monotonic() - begin, 1), status)
+        return Ended(outcome, round(time.monotonic() - begin, 1), status, _commit(self._kit))
 
     def _environment(self) -> dict[str, str]:
         site = self._kit / "site"
@@ -244,11 +256,13 @@ class _Call:
 
     def _summary(self) -> str:
         """Describe how every step ended, with the end of what each printed; room is shared evenly."""
-        lines = [
-            f"{name:<24} {ended.outcome:<12} {ended.seconds:7.1f} s"
-            + (f"  status {ended.status}" if ended.status else "")
-            for name, ended in self.ended.items()
-        ]
+        commit = _commit(self._kit)
+        lines = [f"harmony_ds {commit}"]
+        for name, ended in self.ended.items():
+            line = f"{name:<36} {ended.outcome:<12} {ended.seconds:7.1f} s"
+            line += f"  status {ended.status}" if ended.status else ""
+            line += f"  (of {ended.commit})" if ended.commit not in ("", commit) else ""
+            lines.append(line)
         head = "\n".join(lines)
         room = (_SUMMARY_CHARACTERS - len(head)) // max(len(self.ended), 1) - 40
         for name in self.ended:
@@ -256,6 +270,11 @@ class _Call:
             if log.is_file():
                 head += f"\n\n== {name}\n{log.read_text(errors='replace').strip()[-room:]}"
         return head[:_SUMMARY_CHARACTERS] + "\n"
+
+
+def _commit(kit: Path) -> str:
+    """Return which commit the kit's sources are of."""
+    return (kit / "source" / "COMMIT").read_text().strip()
 
 
 def _install_missing(wheels: Path, site: Path) -> None:

@@ -20,7 +20,7 @@ from harmony_ds.cli.app import run
 def main() -> None:
     args = _arguments()
     chosen = point(args)
-    name = f"{args.model}-{args.cap_gib:g}gib-{args.tokens}tok-mb{args.micro_batch}-{'clip' if args.clip else 'noclip'}"
+    name = f"{args.model}-{args.cap_gib:g}gib-{args.tokens}tok-mb{args.micro_batch}-{chosen.variant}"
     name += "-ablations" if args.ablate else ""
     config = results_folder() / f"{name}.ds_config.json"
     config.write_text(json.dumps(chosen.ds_config(), indent=1) + "\n", encoding="utf-8")

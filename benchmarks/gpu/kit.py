@@ -47,6 +47,7 @@ def main() -> int:
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "wheels").mkdir(parents=True)
     _copy_sources(folder / "source")
+    (folder / "source" / "COMMIT").write_text(_commit() + "\n")
     _collect_wheels(folder / "wheels", options.python_version)
     _write_text(folder / "text")
     shutil.copy(Path(__file__).with_name("run.sh"), folder)
@@ -73,6 +74,16 @@ def _copy_sources(folder: Path) -> None:
             continue
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
+
+
+def _commit() -> str:
+    """Return the commit of the sources, and whether they differ from it: "1a2b3c4d of 2026-11-30, changed"."""
+    described = _git("log", "-1", "--format=%h of %cs")
+    return f"{described}, changed" if _git("status", "--porcelain", "--", *_SOURCES) else described
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def _collect_wheels(folder: Path, python_version: str) -> None:

@@ -27,6 +27,9 @@ class Point:
     Attributes:
         model: as `harmony-ds` takes it.
         accumulation: micro-batches of `rows` rows in a step.
+        joins: whether the engine may choose how many rows a layer call takes (`"micro_batch": "auto"`).
+        state_16_bit: whether masters and moments are bf16, too: 6 bytes of host memory per parameter, not 14.
+        disk: the folder of a file that masters and moments lie in; None: they lie in host memory.
     """
 
     model: str
@@ -36,20 +39,43 @@ class Point:
     rows: int
     accumulation: int
     clip: bool
+    joins: bool = False
+    state_16_bit: bool = False
+    disk: str | None = None
 
     def ds_config(self) -> dict[str, object]:
-        """Return the ds_config, which all engines read alike."""
+        """Return the ds_config, which all engines read alike but for its section "harmony"."""
+        bf16: dict[str, object] = {"enabled": device() == "cuda" or self.state_16_bit}
+        if not self.clip:
+            # Without this DeepSpeed looks for inf and NaN in bf16 gradients, for which updates wait as for a norm.
+            bf16["check_grad_overflow"] = False
+        if self.state_16_bit:
+            bf16 |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+        zero: dict[str, object] = {"stage": 2} if self.state_16_bit else {}
+        if self.disk is not None:
+            zero["offload_optimizer"] = {"device": "nvme", "nvme_path": self.disk}
         return {
             "train_micro_batch_size_per_gpu": self.rows,
             "gradient_accumulation_steps": self.accumulation,
             "gradient_clipping": 1.0 if self.clip else 0.0,
-            # Without this DeepSpeed looks for inf and NaN in bf16 gradients, for which updates wait as for a norm.
-            "bf16": {"enabled": device() == "cuda", **({} if self.clip else {"check_grad_overflow": False})},
+            "bf16": bf16,
             "optimizer": {
                 "type": "AdamW",
                 "params": {"lr": 1e-5, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},
             },
+            **({"zero_optimization": zero} if zero else {}),
+            **({"harmony": {"micro_batch": "auto"}} if self.joins else {}),
         }
+
+    @property
+    def variant(self) -> str:
+        """The end of the name of its results."""
+        words = ["clip" if self.clip else "noclip"]
+        words += ["auto"] if self.joins else []
+        words += ["16-bit-state"] if self.state_16_bit else []
+        words += ["disk"] if self.disk is not None else []
+        words += [f"rows-of-{self.sequence}"] if self.sequence != DEFAULT_SEQUENCE and device() == "cuda" else []
+        return "-".join(words)
 
 
 def add_point_options(parser: argparse.ArgumentParser) -> None:
@@ -60,6 +86,9 @@ def add_point_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sequence", type=int, default=DEFAULT_SEQUENCE, help="tokens in a row (default: %(default)s)")
     parser.add_argument("--micro-batch", type=int, default=1, help="rows")
     parser.add_argument("--clip", action=argparse.BooleanOptionalAction, default=False)
+    parser.add_argument("--joins", action="store_true", help='"micro_batch": "auto": layer calls of more rows')
+    parser.add_argument("--state-16-bit", action="store_true", help="masters and moments in bf16")
+    parser.add_argument("--disk", help="a folder for masters and moments")
 
 
 def point(args: argparse.Namespace) -> Point:
@@ -71,7 +100,18 @@ def point(args: argparse.Namespace) -> Point:
         function, sequence, tokens, cap = "llama_7m", 64, 512, 0.025
     rows = args.micro_batch
     accumulation = max(1, tokens // sequence // rows)
-    return Point(f"benchmarks.gpu.models:{function}", sequence, tokens, cap, rows, accumulation, args.clip)
+    return Point(
+        model=f"benchmarks.gpu.models:{function}",
+        sequence=sequence,
+        tokens=tokens,
+        cap_gib=cap,
+        rows=rows,
+        accumulation=accumulation,
+        clip=args.clip,
+        joins=args.joins,
+        state_16_bit=args.state_16_bit,
+        disk=args.disk,
+    )
 
 
 def device() -> str:
