@@ -66,6 +66,32 @@ def test_the_scripts_of_all_calls_are_in_the_kit_and_no_step_may_take_more_than_
             assert step.least_s <= step.limit_s < calls["BUDGET_S"] < 600
 
 
+def test_a_call_says_first_which_commit_it_is_of_and_does_not_repeat_what_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "kit" / "source"
+    source.mkdir(parents=True)
+    (source / "COMMIT").write_text("1a2b3c4d of 2026-11-30\n")
+    (source / "good.py").write_text("print('it went well')")
+    (source / "bad.py").write_text("raise SystemExit(3)")
+    monkeypatch.setenv("OUT", str(tmp_path / "results"))
+    monkeypatch.setattr(sys, "argv", ["calls.py", "1", "--kit", str(tmp_path / "kit")])
+    calls = runpy.run_path(str(FOLDER / "calls.py"))
+    step = calls["Step"]
+    calls["main"].__globals__["CALLS"] = {1: (step("good", "good.py", 20, 0), step("bad", "bad.py", 20, 0))}
+
+    assert calls["main"]() == 1
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "harmony_ds 1a2b3c4d of 2026-11-30"
+    assert "it went well" in said and any(line.split()[:2] == ["bad", "failed"] for line in said)
+
+    (source / "COMMIT").write_text("5e6f7a8b of 2026-12-01\n")
+    calls["main"]()
+    again = capsys.readouterr().out
+    assert again.startswith("harmony_ds 5e6f7a8b of 2026-12-01\nbad: at most")
+    assert "(of 1a2b3c4d of 2026-11-30)" in again  # the step that was not run again
+
+
 def test_the_readmes_figure_is_drawn_from_committed_results(tmp_path: Path) -> None:
     figure = runpy.run_path(str(FOLDER / "figure.py"))
     bars = figure["bars"]()
