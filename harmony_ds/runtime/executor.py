@@ -473,9 +473,8 @@ class Executor:
                 self._runtime.joins.check()
                 raise
         self._runtime.layer_calls.close_heads()
-        if (
-            task is self._last_fused
-        ):  # once for all micro-batches, since it takes 0.1 ms or more: none is updated before
+        if task is self._last_fused:
+            # Once for all micro-batches, since it takes 0.1 ms or more: nothing is updated before.
             self._runtime.random.check_drawn()
         self._runtime.joins.issue_checks()
         if not plan.packs[task.pack].needs_backward and any(leaf.grad is not None for leaf in leaves.values()):
