@@ -9,6 +9,7 @@ from typing import Any
 from harmony_ds import HarmonyEngine
 from harmony_ds.offload.disk import DiskFile
 from harmony_ds.optim.updater import Updater
+from harmony_ds.reporting.reporter import Reporter
 from harmony_ds.step.engine_state import EngineState
 from harmony_ds.step.loss_scaling import LossScaler
 from harmony_ds.step.planner import Planner
@@ -17,6 +18,11 @@ from harmony_ds.step.planner import Planner
 def assembly_of(engine: HarmonyEngine) -> EngineState:
     """Return its parts."""
     return engine._state
+
+
+def reporter_of(engine: HarmonyEngine) -> Reporter:
+    """Return what makes its reports, which does not keep the engine alive."""
+    return engine._reporter
 
 
 def planner_of(engine: HarmonyEngine) -> Planner:

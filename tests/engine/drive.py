@@ -73,6 +73,11 @@ def engine_for(model: nn.Module, optimizer: Any, config: dict[str, Any], **argum
         engine.destroy()
 
 
+def random_rows(seed: int, *shape: int) -> Tensor:
+    """Return a tensor of random numbers, the same for the same seed."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
 def groups_of(one: Family, steps: int, accumulation: int) -> Groups:
     return [[one.batch(step * accumulation + i) for i in range(accumulation)] for step in range(steps)]
 

@@ -10,7 +10,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, loop, means_of, plainly, seed_of, sgd
+from tests.engine.drive import (
+    adamw,
+    config_of,
+    engine_for,
+    family,
+    groups_of,
+    loop,
+    means_of,
+    plainly,
+    random_rows,
+    seed_of,
+    sgd,
+)
 from tests.oracle import assert_same, train_plainly
 
 LLAMA = family("llama")
@@ -53,7 +65,7 @@ def test_the_loss_function_is_outside_as_it_is_for_deepspeed() -> None:
         assert outputs.dtype == torch.bfloat16 and not torch.is_autocast_enabled("cpu")
         return (outputs @ outputs.T).float().mean()
 
-    batches = [torch.randn(4, 8, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    batches = [random_rows(i, 4, 8) for i in range(2)]
     plain, model = head(), head()
     for batch in batches:
         with torch.autocast("cpu", torch.bfloat16):
@@ -70,7 +82,7 @@ def test_the_loss_function_is_outside_as_it_is_for_deepspeed() -> None:
 @pytest.mark.parametrize("overflow", [False, True])
 def test_float16_scales_losses_as_torchs_scaler(overflow: bool) -> None:
     factor = 1e4 if overflow else 1.0
-    batches = [torch.randn(4, 8, generator=torch.Generator().manual_seed(i)) for i in range(4)]
+    batches = [random_rows(i, 4, 8) for i in range(4)]
 
     def loss_fn(outputs: Tensor) -> Tensor:
         return F.mse_loss(outputs.float(), torch.ones_like(outputs, dtype=torch.float32)) * factor

@@ -433,18 +433,6 @@ def test_unused_parameters_are_refused_where_the_ds_config_says_so(clip: float |
             assert engine.was_step_applied()
 
 
-def test_a_step_without_a_backward_pass_warns_that_it_updates_nothing() -> None:
-    model = net()
-    with engine_for(model, adamw, config_of(2, 0.5)) as engine:
-        before = weights_of(model)
-        engine(*batch(0))
-        engine.step()
-        engine(*batch(1))
-        with pytest.warns(RuntimeWarning, match="updates nothing"):
-            engine.step()
-        assert_same(weights_of(model), before, bitwise=True)
-
-
 def test_a_loop_that_calls_the_model_instead_of_the_engine_is_warned_once() -> None:
     model = net()
     with engine_for(model, adamw, config_of(2, None)) as engine:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from harmony_ds import HarmonyEngine
 from harmony_ds.errors import UnsupportedError
-from tests.engine.drive import assert_same, config_of, engine_for, sgd
+from tests.engine.drive import assert_same, config_of, engine_for, random_rows, sgd
 
 pytestmark = pytest.mark.filterwarnings("ignore:a loss or an output was looked at")
 ACCUMULATION = 3
@@ -41,7 +42,7 @@ def networks(count: int) -> list[nn.Module]:
 
 
 def inputs(number: int) -> Tensor:
-    return torch.randn(2, 3, generator=torch.Generator().manual_seed(number))
+    return random_rows(number, 2, 3)
 
 
 @contextlib.contextmanager
@@ -52,6 +53,14 @@ def engines_of(models: list[nn.Module], accumulation: list[int]) -> Iterator[lis
 
 
 Chain = Callable[[list[Any], Tensor, nn.Module], Tensor]
+
+
+def past_the_layers(e: list[Any], x: Tensor, _: nn.Module) -> Tensor:
+    output: Tensor = e[1](e[0](x))
+    output.sum().item()  # its forward pass runs, so that the program's own backward pass comes to its output
+    return output.pow(2).sum()
+
+
 CHAINS: dict[str, tuple[int, Chain]] = {
     "two": (2, lambda e, x, _: e[1](e[0](x)).sum()),
     "three": (3, lambda e, x, _: e[2](e[1](e[0](x))).sum()),
@@ -60,7 +69,18 @@ CHAINS: dict[str, tuple[int, Chain]] = {
     "the first in the loss, too": (2, lambda e, x, _: (lambda h: e[1](h).sum() + h.pow(2).sum())(e[0](x))),
     "the module in the loss, too": (2, lambda e, x, m: (lambda h: e[1](h).sum() + h.pow(2).sum())(m(e[0](x)))),
     "beside each other": (3, lambda e, x, _: (lambda h: (e[1](h) * e[2](h)).sum())(e[0](x))),
+    "past the layers": (1, past_the_layers),  # and `Around`
 }
+
+
+def plainly(models: list[nn.Module], loss_of: Chain, accumulation: int, between: nn.Module) -> list[nn.Module]:
+    """Copies of the models after a step in plain PyTorch."""
+    plain, between = copy.deepcopy(models), copy.deepcopy(between)
+    for i in range(accumulation):
+        (loss_of(plain, inputs(i), between) / accumulation).backward()
+    for model in plain:
+        sgd(model.parameters()).step()
+    return plain
 
 
 def compare(models: list[nn.Module], plain: list[nn.Module]) -> None:
@@ -72,15 +92,10 @@ def compare(models: list[nn.Module], plain: list[nn.Module]) -> None:
 @pytest.mark.parametrize("chain", CHAINS)
 def test_gradients_are_divided_once(chain: str, by_engine: bool) -> None:
     count, loss_of = CHAINS[chain]
-    models, plain = networks(count), networks(count)
-    torch.manual_seed(8)
-    between, plain_between = nn.Linear(4, 4), nn.Linear(4, 4)
-    plain_between.load_state_dict(between.state_dict())
-    for i in range(ACCUMULATION):
-        (loss_of(plain, inputs(i), plain_between) / ACCUMULATION).backward()
-    for model in plain:
-        sgd(model.parameters()).step()
-    with engines_of(models, [ACCUMULATION] * count) as engines:
+    models = networks(count) + ([Around()] if count == 1 else [])
+    between = nn.Linear(4, 4)
+    plain = plainly(models, loss_of, ACCUMULATION, between)
+    with engines_of(models, [ACCUMULATION] * len(models)) as engines:
         for i in range(ACCUMULATION):
             loss = loss_of(engines, inputs(i), between)
             if by_engine:
@@ -92,29 +107,9 @@ def test_gradients_are_divided_once(chain: str, by_engine: bool) -> None:
     compare(models, plain)
 
 
-def test_a_way_past_the_layers_of_an_engine_is_divided_once_too() -> None:
-    models, plain = [networks(1)[0], Around()], [networks(1)[0], Around()]
-    plain[1].load_state_dict(models[1].state_dict())
-    for i in range(2):
-        (plain[1](plain[0](inputs(i))).pow(2).sum() / 2).backward()
-    for model in plain:
-        sgd(model.parameters()).step()
-    with engines_of(models, [2, 2]) as (first, second):
-        for i in range(2):
-            output = second(first(inputs(i)))
-            output.sum().item()  # its forward pass runs, so that the program's own backward pass comes to its output
-            output.pow(2).sum().backward()
-            first.step()
-            second.step()
-    compare(models, plain)
-
-
 def test_a_group_of_train_batch_is_divided_once() -> None:
-    models, plain = networks(2), networks(2)
-    for i in range(2):
-        (plain[1](plain[0](inputs(i))).pow(2).sum() / 2).backward()
-    for model in plain:
-        sgd(model.parameters()).step()
+    models = networks(2)
+    plain = plainly(models, lambda e, x, _: e[1](e[0](x)).pow(2).sum(), 2, nn.Identity())
     with engines_of(models, [2, 2]) as (first, second):
         second.train_batch([first(inputs(i)) for i in range(2)], lambda output: output.pow(2).sum())
         first.step()

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.utils.import_utils import enable_tf32
 
 from harmony_ds import ModelError
-from tests.engine.drive import config_of, engine_for, sgd, weights_of
+from tests.engine.drive import config_of, engine_for, random_rows, sgd, weights_of
 from tests.families import build_seeded
 from tests.inside import planner_of
 from tests.oracle import assert_same
@@ -48,7 +48,7 @@ class Model(nn.Module):
 
 
 def inputs(index: int) -> Tensor:
-    return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(index))
+    return random_rows(index, 2, WIDTH)
 
 
 def test_a_model_measured_in_evaluation_mode_is_measured_again_in_training_mode() -> None:

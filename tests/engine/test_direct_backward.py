@@ -1,6 +1,6 @@
-"""`loss.backward()` in the place of `engine.backward(loss)`: divided by the accumulation steps, once, where it enters."""
-
-# ruff: noqa: PLC3002
+"""`loss.backward()` in the place of `engine.backward(loss)`: what is wrong is told of. (What is equal to plain PyTorch is
+in tests/exactness.)
+"""
 
 from __future__ import annotations
 
@@ -13,30 +13,21 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds.errors import UsageError
-from tests.engine.drive import assert_same, config_of, engine_for, sgd
+from tests.engine.drive import config_of, engine_for, random_rows, sgd
 
 pytestmark = pytest.mark.fixed_times
 
 EARLY = "ignore:a loss or an output was looked at"
 
 
-class Pair(nn.Module):
-    """Two layers; gives what it is asked for."""
+class Pair(nn.Sequential):
+    """Two layers and a loss."""
 
     def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.first = nn.Linear(8, 16)
-        self.second = nn.Linear(16, 4)
+        super().__init__(nn.Linear(8, 16), nn.Linear(16, 4))
 
-    def forward(self, x: Tensor, gives: str = "loss") -> Any:
-        hidden = torch.relu(self.first(x))
-        logits = self.second(hidden)
-        if gives == "logits":
-            return logits
-        loss = logits.pow(2).mean()
-        both = {"dict": {"loss": loss, "logits": logits}, "twice": (loss, loss), "tuple": (loss, logits, hidden)}
-        return both.get(gives, loss)
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).pow(2).mean()
 
 
 def looked(loss: Tensor) -> Tensor:
@@ -44,42 +35,8 @@ def looked(loss: Tensor) -> Tensor:
     return loss
 
 
-WAYS: dict[str, Callable[[Any, Tensor], Any]] = {
-    "pending": lambda call, x: call(x).backward(),
-    "pending and scaled": lambda call, x: (3 * call(x) + 1).backward(),
-    "looked at": lambda call, x: looked(call(x)).backward(),
-    "beside logits": lambda call, x: (lambda o: (looked(o["loss"]) + o["logits"].sum()).backward())(call(x, "dict")),
-    "several outputs": lambda call, x: (lambda o: (o[0] + o[1].sum() * o[2].mean()).backward())(call(x, "tuple")),
-    "the same twice": lambda call, x: call(x, "twice")[1].backward(),
-    "a gradient": lambda call, x: call(x, "logits").backward(torch.full((2, 4), 0.25)),
-    "a loss outside": lambda call, x: call(x, "logits").tanh().mean().backward(),
-}
-
-
 def inputs(number: int) -> Tensor:
-    return torch.randn(2, 8, generator=torch.Generator().manual_seed(number))
-
-
-@pytest.mark.filterwarnings(EARLY)
-@pytest.mark.parametrize("managed", [True, False])
-@pytest.mark.parametrize("way", WAYS)
-def test_gradients_are_divided_once(way: str, managed: bool) -> None:
-    model, plain = Pair(), Pair()
-    for i in range(4):
-        WAYS[way](plain, inputs(i))
-    for parameter in plain.parameters():
-        parameter.grad /= 4
-    sgd(plain.parameters()).step()
-    with engine_for(model, sgd, config_of(4, managed_gradient_accumulation=managed)) as engine:
-        for i in range(4):
-            WAYS[way](engine, inputs(i))
-            if managed:
-                engine.step()
-        if not managed:
-            engine.step()
-        assert engine.global_steps == 1
-        assert way != "pending" or engine.swap_report().ratio == 1.0
-    assert_same(model, plain, bitwise=True)
+    return random_rows(number, 2, 8)
 
 
 @pytest.mark.parametrize("divide", [lambda loss: loss / 4, lambda loss: torch.div(loss, 4) + 0.0])

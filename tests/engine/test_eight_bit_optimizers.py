@@ -17,7 +17,7 @@ from harmony_ds import CheckpointError, HarmonyEngine
 from harmony_ds.assembly.needs import describe_optimizer
 from harmony_ds.offload.wrappers import inner_tensors, is_wrapper
 from harmony_ds.optim.host_optimizer import HostOptimizer
-from tests.engine.drive import config_of, engine_for, weights_of
+from tests.engine.drive import config_of, engine_for, random_rows, weights_of
 from tests.families import build_seeded
 from tests.inside import assembly_of
 
@@ -53,7 +53,7 @@ def made(name: str, parameters: Any, **options: Any) -> torch.optim.Optimizer:
 
 
 def batch(step: int, place: int) -> Tensor:
-    return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(step * ACCUMULATION + place))
+    return random_rows(step * ACCUMULATION + place, 2, WIDTH)
 
 
 def train_engine(engine: HarmonyEngine, steps: range) -> None:

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import harmony_ds
 from harmony_ds.errors import UsageError
-from tests.engine.drive import SEED, assert_same, config_of, engine_for, sgd
+from tests.engine.drive import assert_same, config_of, engine_for, loop_plainly, random_rows, sgd
 
 pytestmark = pytest.mark.filterwarnings("ignore:a loss or an output was looked at")
 STEPS = 3
@@ -28,26 +27,14 @@ def frozen(dropout: float = 0.0) -> nn.Module:
 
 
 def inputs(number: int) -> Tensor:
-    return torch.randn(2, 3, generator=torch.Generator().manual_seed(number))
-
-
-def train_plainly(first: nn.Module, model: nn.Module, last: nn.Module | None = None) -> None:
-    optimizers = [sgd(one.parameters()) for one in (first, last) if one is not None]
-    for step in range(STEPS):
-        hidden = first(inputs(step))
-        torch.manual_seed(harmony_ds.micro_batch_seed(SEED, step, 0))
-        output = model(hidden)
-        (output if last is None else last(output)).pow(2).mean().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+    return random_rows(number, 2, 3)
 
 
 @pytest.mark.parametrize("way", ["engine.backward", "loss.backward", "read first"])
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_a_module_before_it_is_trained_as_in_plain_pytorch(way: str, dropout: float) -> None:
-    before, plain = prompt(), prompt()
-    train_plainly(plain, frozen(dropout))
+    before, plain = prompt(), nn.Sequential(prompt(), frozen(dropout))
+    loop_plainly(plain, [inputs(step) for step in range(STEPS)], 1, lambda call, x: call(x).pow(2).mean(), seeded=True)
     optimizer = sgd(before.parameters())
     with engine_for(frozen(dropout), None, config_of(1, harmony={"pack_layers": 1})) as engine:
         for step in range(STEPS):
@@ -61,36 +48,7 @@ def test_a_module_before_it_is_trained_as_in_plain_pytorch(way: str, dropout: fl
             optimizer.step()
             optimizer.zero_grad()
             assert len(engine._steps.open.micro_batches) == 0  # nothing is kept of micro-batches that are over
-    assert_same(before, plain, bitwise=True)
-
-
-def test_engines_before_and_after_it_are_trained() -> None:
-    first, last, plain = prompt(), nn.Linear(4, 4), (prompt(), nn.Linear(4, 4))
-    plain[1].load_state_dict(last.state_dict())
-    train_plainly(plain[0], frozen(), plain[1])
-    with (
-        engine_for(first, sgd, config_of(1)) as before,
-        engine_for(frozen(), None, config_of(1)) as between,
-        engine_for(last, sgd, config_of(1)) as after,
-    ):
-        for step in range(STEPS):
-            after.backward(after(between(before(inputs(step)))).pow(2).mean())
-            before.step()
-            after.step()
-    assert_same(first, plain[0], bitwise=False)
-    assert_same(last, plain[1], bitwise=False)
-
-
-def test_accumulation_divides_once_and_several_passes_join() -> None:
-    before, plain = prompt(), prompt()
-    model = frozen()
-    ((model(plain(inputs(0))) - model(plain(inputs(1)))).pow(2).mean() / 2).backward()
-    (model(plain(inputs(2))).pow(2).mean() / 2).backward()
-    with engine_for(frozen(), None, config_of(2)) as engine:
-        (engine(before(inputs(0))) - engine(before(inputs(1)))).pow(2).mean().backward()
-        engine(before(inputs(2))).pow(2).mean().backward()
-    for parameter, expected in zip(before.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(parameter.grad, expected.grad)
+    assert_same(before, plain[0], bitwise=True)
 
 
 class Noted(nn.Sequential):

@@ -19,7 +19,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from harmony_ds import BatchError
 from harmony_ds.step.pending import PendingTensor
-from tests.engine.drive import config_of, engine_for, loop_plainly, loop_with, sgd
+from tests.engine.drive import config_of, engine_for, loop_plainly, loop_with, random_rows, sgd
 from tests.oracle import assert_same
 
 pytestmark = pytest.mark.fixed_times
@@ -292,7 +292,7 @@ CONTAINERS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], list[Tensor
 def test_tensors_in_containers_of_any_depth_are_grouped(name: str) -> None:
     kind, parts_of = CONTAINERS[name]
     plain, model = Nested(kind), Nested(kind)
-    data = [torch.randn(2, 4, generator=torch.Generator().manual_seed(number)) for number in range(6)]
+    data = [random_rows(number, 2, 4) for number in range(6)]
 
     def loss_of(call: Any, x: Tensor) -> Tensor:
         return torch.stack([part.square().mean() for part in parts_of(call(x))]).sum()

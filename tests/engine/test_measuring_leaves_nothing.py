@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds import HarmonyEngine
-from tests.engine.drive import assert_same, config_of, engine_for, sgd
+from tests.engine.drive import assert_same, config_of, engine_for, random_rows, sgd
 
 pytestmark = pytest.mark.filterwarnings("ignore:a loss or an output was looked at")
 ACCUMULATION = 2
@@ -49,7 +49,7 @@ def head() -> nn.Linear:
 
 
 def inputs(number: int) -> Tensor:
-    return torch.randn(2, 8, generator=torch.Generator().manual_seed(number))
+    return random_rows(number, 2, 8)
 
 
 def groups() -> list[list[Tensor]]:

@@ -13,7 +13,7 @@ from torch.optim import lr_scheduler
 
 from harmony_ds.device import CpuDevice
 from harmony_ds.device.base import Event, Stream
-from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, means_of, seed_of, sgd
+from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, means_of, random_rows, seed_of, sgd
 from tests.oracle import assert_same, train_plainly_half
 
 BF16 = {"bf16": {"enabled": True}}  # steps with inf or NaN in their gradients are skipped, as DeepSpeed does by default
@@ -118,7 +118,7 @@ def _values(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def _batch(number: int, bad: bool = False) -> Tensor:
-    x = torch.randn(2, 5, generator=torch.Generator().manual_seed(number)).bfloat16()
+    x = random_rows(number, 2, 5).bfloat16()
     return x * float("nan") if bad else x
 
 

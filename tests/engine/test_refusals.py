@@ -31,14 +31,6 @@ def test_a_micro_batch_without_a_tensor() -> None:
         engine.train_batch(iter(GROUPS[0]))
 
 
-def test_a_list_is_the_micro_batches_of_one_step() -> None:
-    means = []
-    for batches in (iter(GROUPS[0]), list(GROUPS[0])):
-        with engine_for(LLAMA.build(0.0), sgd, config_of(4)) as engine:
-            means.append(engine.train_batch(batches))
-    assert torch.equal(*means)
-
-
 def test_a_loader_in_the_place_of_its_iterator_would_begin_anew_each_step() -> None:
     loader = torch.utils.data.DataLoader([0])
     with engine_for(LLAMA.build(0.0), sgd, config_of(4)) as engine:

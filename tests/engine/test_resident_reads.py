@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from harmony_ds import HarmonyEngine, utils
 from harmony_ds.offload.ledger import TrafficKind
-from tests.engine.drive import adamw, config_of, engine_for, seed_of
+from tests.engine.drive import adamw, config_of, engine_for, random_rows, seed_of
 from tests.engine.test_precision import BF16
 from tests.inside import assembly_of
 from tests.oracle import assert_same, train_plainly
@@ -46,7 +46,7 @@ def blocks() -> Any:
 
 
 def group(step: int, dtype: torch.dtype = torch.float32) -> list[dict[str, Tensor]]:
-    inputs = torch.randn(2, 2, 128, generator=torch.Generator().manual_seed(step))
+    inputs = random_rows(step, 2, 2, 128)
     return [{"x": one.to(dtype)} for one in inputs]
 
 

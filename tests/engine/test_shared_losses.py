@@ -151,8 +151,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("name", "setting"),
     [
-        *((name, setting) for name in LOSSES for setting in list(SETTINGS)[:3]),
-        *((name, setting) for name in ("triplet", "one_and_two") for setting in list(SETTINGS)[3:]),
+        # tests/exactness has `siamese` and `triplet` in most of them.
+        *(("one_and_two", setting) for setting in SETTINGS),
+        *((name, "as they are") for name in ("info_nce", "with_a_teacher")),
     ],
 )
 def test_passes_that_meet_in_a_loss_are_grouped_and_exact(name: str, setting: str) -> None:

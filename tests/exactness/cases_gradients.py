@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -293,6 +294,65 @@ def plain_loop_around_the_module(side: Side) -> Found:
         optimizer.step()
         optimizer.zero_grad()
     assert engine.module is model  # an engine that nobody keeps is gone
+    return weights(model)
+
+
+class Giving(Net):
+    """Gives what it is asked for."""
+
+    def forward(self, x: Tensor, gives: str = "loss") -> Any:  # type: ignore[override]
+        hidden = self.body(x)
+        logits = self.head(hidden)
+        loss = logits.pow(2).mean()
+        both = {"dict": {"loss": loss, "logits": logits}, "twice": (loss, loss), "tuple": (loss, logits, hidden)}
+        return both.get(gives, loss)
+
+
+def looked(loss: Tensor) -> Tensor:
+    loss.item()
+    return loss
+
+
+def of_a_dictionary(engine: Any, x: Tensor) -> Tensor:
+    outputs = engine(x, "dict")
+    return looked(outputs["loss"]) + outputs["logits"].sum()
+
+
+def of_a_tuple(engine: Any, x: Tensor) -> Tensor:
+    loss, logits, hidden = engine(x, "tuple")
+    return loss + logits.sum() * hidden.mean()
+
+
+LOSSES: tuple[Callable[[Any, Tensor], Tensor], ...] = (
+    lambda engine, x: engine(x),
+    lambda engine, x: 3 * engine(x) + 1,
+    lambda engine, x: looked(engine(x)),
+    of_a_dictionary,
+    of_a_tuple,
+    lambda engine, x: engine(x, "twice")[1],
+)
+
+
+@case(*ALL)
+def loss_backward_of_every_loss(side: Side) -> Found:
+    """loss.backward() of the model's loss, of a scaled one, one looked at, two of several outputs, one given twice."""
+    model = Giving()
+    engine = side.initialize(model, adamw(model))
+    for i, (x, _) in enumerate(batches(len(LOSSES) * side.accumulation)):
+        LOSSES[i // side.accumulation](engine, x).backward()
+        engine.step()
+    return weights(model)
+
+
+@case(*ALL)
+def boundary_of_the_program(side: Side) -> Found:
+    """The same with managed_gradient_accumulation=False and engine.step() once for each group."""
+    model = Giving()
+    engine = side.initialize(model, adamw(model), managed_gradient_accumulation=False)
+    for i, (x, _) in enumerate(batches(len(LOSSES) * side.accumulation)):
+        LOSSES[i // side.accumulation](engine, x).backward()
+        if (i + 1) % side.accumulation == 0:
+            engine.step()
     return weights(model)
 
 

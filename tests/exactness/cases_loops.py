@@ -288,6 +288,37 @@ def engine_after_an_engine(side: Side) -> Found:
     return {**weights(encoder, "e "), **weights(decoder, "d ")}
 
 
+@case(*PAIRS, tolerance=REGROUPED)
+def engines_around_a_frozen_one(side: Side) -> Found:
+    """A prompt's engine, a frozen model's, and a head's: gradients go through the frozen one, which has no optimizer."""
+    prompt, between, last = Generator(), Generator().requires_grad_(False), Net()
+    p, b, e = (
+        side.initialize(one, sgd(one)) if one is not between else side.initialize(one, None)
+        for one in (prompt, between, last)
+    )
+    for x, y in batches(2 * side.accumulation):
+        e.backward(F.cross_entropy(e(b(p(x))), y))
+        p.step()
+        e.step()
+    return {**weights(prompt, "p "), **weights(last, "e ")}
+
+
+@case(*PAIRS, tolerance=REGROUPED)
+def module_before_a_frozen_engine(side: Side) -> Found:
+    """A prompt that no engine has is trained through a frozen one, by one pass, and by two that meet in a loss."""
+    prompt, frozen = nn.Linear(WIDTH, WIDTH), Net().requires_grad_(False)
+    engine, optimizer = side.initialize(frozen, None), sgd(prompt)
+    for i, (x, y) in enumerate(batches(3 * side.accumulation)):
+        if i % 2:
+            (engine(prompt(x)) - engine(prompt(-x))).pow(2).mean().backward()
+        else:
+            F.cross_entropy(engine(prompt(x)), y).backward()
+        if (i + 1) % side.accumulation == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights(prompt)
+
+
 @case(*PAIRS)
 def policy_and_reference(side: Side) -> Found:
     """A frozen reference (an engine without an optimizer) is called with gradients on, before the policy."""

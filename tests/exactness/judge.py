@@ -72,7 +72,7 @@ def outcome_of(case: Case, setting: Setting) -> Outcome:
         return refused(error, engine, plain, case.tolerance)
     except Exception as error:  # noqa: BLE001 - whatever else it is, the table says so
         return Outcome(f"WRONG: {type(error).__name__}", traceback.format_exc())
-    return compared(actual, expected, case.tolerance)
+    return compared(actual, expected, case.tolerance, engine.swap_ratio())
 
 
 def refused(error: HarmonyError, engine: EngineSide, plain: PlainSide, tolerance: Tolerance | None) -> Outcome:
@@ -100,12 +100,15 @@ def flat(found: Found) -> dict[str, Tensor]:
     return {name: torch.as_tensor(value).detach().to_dense().clone() for name, value in found.items()}
 
 
-def compared(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: Tolerance | None) -> Outcome:
+def compared(
+    actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: Tolerance | None, swap_ratio: float
+) -> Outcome:
     try:
         assert_same(actual, expected, tolerance is None, 0.0 if tolerance is None else tolerance.relative)
     except AssertionError as error:
         return Outcome("WRONG: differs", str(error))
-    return Outcome("equal" if tolerance is None else f"equal to {tolerance.relative:g}: {tolerance.because}")
+    how = "equal" if tolerance is None else f"equal to {tolerance.relative:g}: {tolerance.because}"
+    return Outcome(how + (", not grouped" if swap_ratio > 1.0 else ""), f"{swap_ratio:.2f} times the least swaps")
 
 
 def changed_weights(engine: EngineSide, plain: PlainSide, tolerance: Tolerance | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,6 +19,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 import harmony_ds
+from harmony_ds.reporting.reporter import Reporter
+from tests.inside import reporter_of
 from tests.oracle import seed_generators
 
 SEED = 5
@@ -92,11 +95,22 @@ class EngineSide(Side):
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         harmony = {"device": "cpu", "seed": SEED, "pack_layers": 1, **setting.stay.settings, **setting.harmony}
+        self._reporters: list[Reporter] = []
         self._ds_config = {"train_micro_batch_size_per_gpu": 2, "harmony": harmony}
 
     def _engine(self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any, config: dict[str, Any]) -> Any:
         config = {**self._ds_config, **config}
-        return harmony_ds.initialize(model=model, optimizer=optimizer, lr_scheduler=lr_scheduler, config=config)[0]
+        engine = harmony_ds.initialize(model=model, optimizer=optimizer, lr_scheduler=lr_scheduler, config=config)[0]
+        self._reporters.append(reporter_of(engine))
+        return engine
+
+    def swap_ratio(self) -> float:
+        """Return how many times the least swaps an engine's last step took: the most of all engines that took one."""
+        ratios = [0.0]
+        for reporter in self._reporters:
+            with contextlib.suppress(RuntimeError):  # no step
+                ratios.append(reporter.swap_report().ratio)
+        return max(ratios)
 
 
 class PlainSide(Side):
@@ -110,6 +124,8 @@ class PlainSide(Side):
         kind = PlainBf16Engine if config.get("bf16") else PlainEngine
         accumulation, clipping = config["gradient_accumulation_steps"], config["gradient_clipping"]
         self.engines.append(kind(model, optimizer, accumulation, clipping, lr_scheduler))
+        if not config.get("managed_gradient_accumulation", True):
+            self.engines[-1].set_gradient_accumulation_boundary(True)
         return self.engines[-1]
 
     def finish(self) -> None:

@@ -16,7 +16,8 @@ Each of these programs is run in plain PyTorch and on the engine, in fp32 unless
 `gradient_clipping` 0 (layers are updated as their gradients arrive) and 1 (updates wait for the norm), with packs that are
 swapped, packs that stay on the device from step to step ("resident"), and packs that stay there from forward to backward
 with their autograd graphs ("graphs kept"), in packs of one layer. "equal": every
-tensor that the program's user looks at has the same bits, or is as close as stated. "refused": an error of
+tensor that the program's user looks at has the same bits, or is as close as stated. "not grouped": its last step, or that
+of one of its engines, swapped more than its plan needs for a whole group of micro-batches. "refused": an error of
 `harmony_ds.errors` says what was seen and what to do, and no weight has changed since the last completed step. Written by
 `python -m tests.exactness.run`; `tests/exactness/test_table.py` holds the engine to it.
 """

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds import UsageError
-from tests.engine.drive import config_of, engine_for, sgd
+from tests.engine.drive import config_of, engine_for, random_rows, sgd
 
 SCALE = 8.0
 FP16 = {"fp16": {"enabled": True, "loss_scale": SCALE}}
@@ -28,7 +28,7 @@ class TwoOutputs(nn.Module):
 
 
 def batch(number: int) -> Tensor:
-    return torch.randn(2, 4, generator=torch.Generator().manual_seed(number)).half()
+    return random_rows(number, 2, 4).half()
 
 
 def loss_of(outputs: tuple[Tensor, Tensor]) -> Tensor:

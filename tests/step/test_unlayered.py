@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from harmony_ds.runtime.micro_batch import OffPlanError
 from harmony_ds.scheduler.plan import Task, TaskKind
-from tests.engine.drive import adamw, config_of, engine_for, sgd, weights_of
+from tests.engine.drive import adamw, config_of, engine_for, random_rows, sgd, weights_of
 from tests.families import build_seeded
 from tests.oracle import assert_same
 from tests.runtime import test_timeline as timeline
@@ -27,7 +27,7 @@ class Net(timeline.Net):
         self.unused = nn.Parameter(torch.ones(3))
 
 
-BATCHES = [torch.randn(4, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(6)]
+BATCHES = [random_rows(seed, 4, 16) for seed in range(6)]
 
 
 def plainly(clip: float) -> dict[str, Tensor]:
@@ -93,7 +93,7 @@ def test_a_loss_that_was_read_trains_them_though_another_micro_batch_ran_again(
     error: Callable[[], BaseException], dtype: str | None
 ) -> None:
     model, plain = build_seeded(Scaled), build_seeded(Scaled)
-    inputs = [torch.randn(2, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+    inputs = [random_rows(seed, 2, 4) for seed in range(2)]
     masters: dict[str, Any] = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": dtype}} if dtype else {}
     errors = [error()]
 
