@@ -159,6 +159,12 @@ def loop_with(
     return [loss.item() for loss in losses], ratios
 
 
+def squares(call: Any, x: Tensor) -> Tensor:
+    """The loss of a model whose outputs are to be zero."""
+    loss: Tensor = call(x).square().mean()
+    return loss
+
+
 def means_of(losses: Sequence[Sequence[float]]) -> list[float]:
     """The mean of each group, in the arithmetic of the losses."""
     return [torch.tensor(group).mean().item() for group in losses]

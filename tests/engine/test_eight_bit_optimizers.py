@@ -17,7 +17,7 @@ from harmony_ds import CheckpointError, HarmonyEngine
 from harmony_ds.assembly.needs import describe_optimizer
 from harmony_ds.offload.wrappers import inner_tensors, is_wrapper
 from harmony_ds.optim.host_optimizer import HostOptimizer
-from tests.engine.drive import config_of, engine_for, random_rows, weights_of
+from tests.engine.drive import config_of, engine_for, loop_plainly, loop_with, random_rows, squares, weights_of
 from tests.families import build_seeded
 from tests.inside import assembly_of
 
@@ -52,23 +52,16 @@ def made(name: str, parameters: Any, **options: Any) -> torch.optim.Optimizer:
     return optimizer
 
 
-def batch(step: int, place: int) -> Tensor:
-    return random_rows(step * ACCUMULATION + place, 2, WIDTH)
+def batches(steps: range) -> list[Tensor]:
+    return [random_rows(step * ACCUMULATION + place, 2, WIDTH) for step in steps for place in range(ACCUMULATION)]
 
 
 def train_engine(engine: HarmonyEngine, steps: range) -> None:
-    for step in steps:
-        for place in range(ACCUMULATION):
-            engine.backward(engine(batch(step, place)).square().mean())
-            engine.step()
+    loop_with(engine, batches(steps), squares)
 
 
 def train_plain(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    for step in steps:
-        for place in range(ACCUMULATION):
-            (model(batch(step, place)).square().mean() / ACCUMULATION).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    loop_plainly(model, batches(steps), ACCUMULATION, squares, lambda _: optimizer)
 
 
 def flat(state: dict[str, Any]) -> dict[str, Any]:

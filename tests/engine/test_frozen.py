@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds.errors import UsageError
-from tests.engine.drive import assert_same, config_of, engine_for, loop_plainly, random_rows, sgd
+from tests.engine.drive import assert_same, config_of, engine_for, loop_plainly, random_rows, sgd, squares
 
 pytestmark = pytest.mark.filterwarnings("ignore:a loss or an output was looked at")
 STEPS = 3
@@ -34,11 +34,11 @@ def inputs(number: int) -> Tensor:
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_a_module_before_it_is_trained_as_in_plain_pytorch(way: str, dropout: float) -> None:
     before, plain = prompt(), nn.Sequential(prompt(), frozen(dropout))
-    loop_plainly(plain, [inputs(step) for step in range(STEPS)], 1, lambda call, x: call(x).pow(2).mean(), seeded=True)
+    loop_plainly(plain, [inputs(step) for step in range(STEPS)], 1, squares, seeded=True)
     optimizer = sgd(before.parameters())
     with engine_for(frozen(dropout), None, config_of(1, harmony={"pack_layers": 1})) as engine:
         for step in range(STEPS):
-            loss = engine(before(inputs(step))).pow(2).mean()
+            loss = squares(engine, before(inputs(step)))
             if way == "read first":
                 loss.item()
             if way == "engine.backward":

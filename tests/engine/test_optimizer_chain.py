@@ -15,7 +15,16 @@ import harmony_ds
 from harmony_ds import HarmonyEngine
 from harmony_ds.errors import ConfigError, OptimizerError, UsageError
 from harmony_ds.utils import safe_get_full_fp32_param
-from tests.engine.drive import assert_same, config_of, engine_for, seed_of
+from tests.engine.drive import (
+    assert_same,
+    config_of,
+    engine_for,
+    loop_plainly,
+    loop_with,
+    random_rows,
+    seed_of,
+    squares,
+)
 from tests.oracle import train_plainly_half
 
 pytestmark = pytest.mark.fixed_times
@@ -96,27 +105,19 @@ def engine_with(
     return engine_for(model, lambda _: given, config, **arguments)
 
 
-def groups() -> list[list[Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    return [[torch.randn(2, 8, generator=generator) for _ in range(ACCUMULATION)] for _ in range(STEPS)]
+def batches(steps: Iterable[int] = range(STEPS)) -> list[Tensor]:
+    return [random_rows(step * ACCUMULATION + place, 2, 8) for step in steps for place in range(ACCUMULATION)]
 
 
 def train_plainly(model: nn.Module, optimizers: list[Optimizer], schedulers: Iterable[Any] = ()) -> None:
-    for group in groups():
-        for x in group:
-            (model(x).pow(2).mean() / ACCUMULATION).backward()
-        for one in optimizers:
-            one.step()
-            one.zero_grad()
+    for step in range(STEPS):
+        loop_plainly(model, batches([step]), ACCUMULATION, squares, lambda _: Combined(optimizers))
         for scheduler in schedulers:
             scheduler.step()
 
 
-def train(engine: HarmonyEngine, these: list[list[Tensor]]) -> None:
-    for group in these:
-        for x in group:
-            engine.backward(engine(x).pow(2).mean())
-            engine.step()
+def train(engine: HarmonyEngine, these: list[Tensor]) -> None:
+    loop_with(engine, these, squares)
 
 
 @pytest.mark.parametrize("residency", ["auto", "off"])
@@ -126,7 +127,7 @@ def test_training_is_that_of_plain_pytorch(given: str, residency: str) -> None:
     train_plainly(plain, both(plain.parameters()))
     optimizers = both(model.parameters())
     with engine_with(model, GIVEN[given](optimizers), harmony={"residency": residency}) as engine:
-        train(engine, groups())
+        train(engine, batches())
         assert engine.swap_report().ratio == 1.0
         assert [group["lr"] for group in engine.optimizer.param_groups] == [0.02, 0.05, 0.01]
         for one in optimizers:
@@ -139,7 +140,7 @@ def test_a_step_of_an_object_around_them_is_called_once_a_step() -> None:
     model = net()
     combined = Combined(both(model.parameters()))
     with engine_with(model, combined) as engine:
-        train(engine, groups())
+        train(engine, batches())
         with pytest.raises(UsageError, match="steps together"):
             combined.step()
         assert combined.steps == STEPS + 1
@@ -149,11 +150,11 @@ def test_a_plain_loop_steps_them_together() -> None:
     model, plain = net(), net()
     train_plainly(plain, both(plain.parameters()))
     with engine_with(model, both(model.parameters())) as engine:
-        for group in groups():
-            for x in group:
-                engine(x).pow(2).mean().backward()
-            engine.optimizer.step()
-            engine.optimizer.zero_grad()
+        for number, x in enumerate(batches(), start=1):
+            squares(engine, x).backward()
+            if number % ACCUMULATION == 0:
+                engine.optimizer.step()
+                engine.optimizer.zero_grad()
     assert_same(model, plain, bitwise=True)
 
 
@@ -161,7 +162,7 @@ def test_a_plain_loop_steps_them_together() -> None:
 @pytest.mark.parametrize("given", ["a list", "an optimizer with groups of its own"])
 def test_a_checkpoint_goes_on(given: str, dtype: str, tmp_path: Path) -> None:
     more = {"bf16": {"enabled": True}} if dtype == "bf16" else {}
-    these = [[x.bfloat16() if more else x for x in group] for group in groups()]
+    these = [x.bfloat16() if more else x for x in batches()]
     through, first, second = net(), net(), net()
 
     def engine_over(model: nn.Module) -> AbstractContextManager[HarmonyEngine]:
@@ -170,27 +171,27 @@ def test_a_checkpoint_goes_on(given: str, dtype: str, tmp_path: Path) -> None:
     with engine_over(through) as engine:
         train(engine, these)
     with engine_over(first) as engine:
-        train(engine, these[:1])
+        train(engine, these[:ACCUMULATION])
         engine.save_checkpoint(tmp_path)
     with engine_over(second) as engine:
         engine.load_checkpoint(tmp_path)
-        train(engine, these[1:])
+        train(engine, these[ACCUMULATION:])
     assert_same(second, through, bitwise=True)
 
 
 @pytest.mark.parametrize("given", GIVEN)
 def test_masters_are_stepped_as_in_plain_mixed_precision(given: str) -> None:
     model, plain = net(), net()
-    batches = [[{"input": x.bfloat16()} for x in group] for group in groups()]
+    groups = [[{"input": x.bfloat16()} for x in batches([step])] for step in range(STEPS)]
 
     def make(masters: list[nn.Parameter]) -> Combined:
         return Combined(both(masters))
 
     run = train_plainly_half(
-        plain, batches, make, clip=None, seed_of=seed_of, loss_of=lambda output: output.pow(2).mean()
+        plain, groups, make, clip=None, seed_of=seed_of, loss_of=lambda output: output.square().mean()
     )
     with engine_with(model, GIVEN[given](both(model.parameters())), more={"bf16": {"enabled": True}}) as engine:
-        train(engine, [[batch["input"] for batch in group] for group in batches])
+        train(engine, [batch["input"] for group in groups for batch in group])
         masters = {name: safe_get_full_fp32_param(p) for name, p in model.named_parameters()}
     assert_same(masters, run.masters, bitwise=True)
 
@@ -198,15 +199,15 @@ def test_masters_are_stepped_as_in_plain_mixed_precision(given: str) -> None:
 def test_state_dicts_go_on() -> None:
     through, halves = net(), [net(), net()]
     with engine_with(through, both(through.parameters())) as engine:
-        train(engine, groups())
+        train(engine, batches())
     with engine_with(halves[0], both(halves[0].parameters())) as engine:
-        train(engine, groups()[:1])
+        train(engine, batches([0]))
         saved, weights = engine.optimizer.state_dict(), engine.module.state_dict()
         assert len(saved["param_groups"]) == 3
     halves[1].load_state_dict(weights)
     with engine_with(halves[1], both(halves[1].parameters())) as engine:
         engine.optimizer.load_state_dict(saved)
-        train(engine, groups()[1:])
+        train(engine, batches([1, 2]))
     assert_same(halves[1], through, bitwise=True)
 
 
@@ -219,7 +220,7 @@ def test_each_has_a_schedule_of_its_own() -> None:
     train_plainly(plain, optimizers, schedules(optimizers))
     optimizers = both(model.parameters())
     with engine_with(model, optimizers, lr_scheduler=schedules(optimizers)) as engine:
-        train(engine, groups())
+        train(engine, batches())
         assert engine.get_lr() == pytest.approx([0.02 * 0.5**3, 0.05 * 0.9**3, 0.01 * 0.9**3])
         assert engine.lr_scheduler.get_last_lr() == pytest.approx(engine.get_lr())
     assert_same(model, plain, bitwise=True)
@@ -230,11 +231,8 @@ def test_after_destroy_they_are_plain_again() -> None:
     train_plainly(plain, both(plain.parameters()))
     optimizers = both(model.parameters())
     with engine_with(model, optimizers) as engine:
-        train(engine, groups()[:2])
-    for x in groups()[2]:
-        (model(x).pow(2).mean() / ACCUMULATION).backward()
-    for one in optimizers:
-        one.step()
+        train(engine, batches([0, 1]))
+    loop_plainly(model, batches([2]), ACCUMULATION, squares, lambda _: Combined(optimizers))
     assert_same(model, plain, bitwise=True)
 
 
