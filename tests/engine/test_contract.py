@@ -305,18 +305,3 @@ def test_micro_batches_that_read_what_others_have_set_are_refused_in_the_first_s
             engine.train_batch(iter([inputs(0), inputs(1)]))
         engine.finish_updates()
         assert_same(weights_of(model), before, bitwise=True)
-
-
-@pytest.mark.parametrize("by_loop", [True, False])
-def test_a_hook_on_a_parameter_sees_each_micro_batch_and_costs_no_grouping(by_loop: bool) -> None:
-    model, seen = build_seeded(Model), []
-    model.layers[2].linear.bias.register_hook(seen.append)
-    with engine_for(model, sgd, config_of(3, None, {"pack_layers": 1})) as engine:
-        if by_loop:
-            for number in range(3):
-                engine.backward(engine(inputs(number)))
-                engine.step()
-        else:
-            engine.train_batch(iter([inputs(number) for number in range(3)]))
-        assert engine.swap_report().ratio == 1.0
-    assert len(seen) >= 3

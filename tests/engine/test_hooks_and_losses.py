@@ -52,12 +52,6 @@ def pruned(model: Net) -> None:
     prune.l1_unstructured(model[0][0], "weight", 0.4)
 
 
-def pruned_layer(model: Net) -> None:
-    """Prune a module that is a layer by itself: the hook that makes its weight runs before the layer's call."""
-    prune.l1_unstructured(model[3], "weight", 0.4)
-    prune.l1_unstructured(model[3], "bias", 1)
-
-
 def nothing(model: Net) -> None:
     pass
 
@@ -177,10 +171,3 @@ def test_gradients_that_cannot_be_divided_are_refused(
         x, y = batches()[0]
         with pytest.raises(UnsupportedError, match=r"Call engine\.backward"):
             of_more(engine, model, x, y).backward()
-
-
-def test_a_pruned_layer_is_grouped_after_two_steps() -> None:
-    model = Net()
-    pruned_layer(model)
-    with engine_for(model, sgd, config_of(ACCUMULATION, None, {"pack_layers": 1})) as engine:
-        assert loop_with(engine, batches(), lambda call, batch: of_outputs(call, model, *batch))[1][-1] == 1.0

@@ -180,18 +180,6 @@ def test_frozen_parameters_send_no_gradients() -> None:
     assert report.zero3_offload_bytes == 2 * (8 * count + 8 * trainable) + 4 * trainable
 
 
-@pytest.mark.parametrize("alternate", [False, True])
-def test_requires_grad_set_before_each_call_costs_no_swaps(alternate: bool) -> None:
-    model = LLAMA.build(0.0)
-    with engine_for(model, adamw, config_of(4, None, {"pack_layers": 1})) as engine:
-        for group in groups_of(LLAMA, 2, 4):
-            for i, batch in enumerate(group):
-                model.model.layers[1].requires_grad_(not alternate or i % 2 == 0)
-                engine.backward(engine(**batch).loss)
-                engine.step()
-        assert engine.swap_report().ratio == 1.0
-
-
 def test_the_first_step_is_reported_without_the_bytes_of_measuring() -> None:
     with engine_for(LLAMA.build(0.0), sgd, config_of(1, None, {"pack_layers": 99})) as engine:
         engine.train_batch(iter(groups_of(LLAMA, 1, 1)[0]))
@@ -199,17 +187,6 @@ def test_the_first_step_is_reported_without_the_bytes_of_measuring() -> None:
         assert report.ratio == 1.0
         assert str(report).startswith("swaps of one step, 1 micro-batch ")
         assert "1 pack of 99 calls" in str(engine.plan_report())
-
-
-def test_evaluation_between_two_steps_is_not_booked_on_the_next() -> None:
-    first, second = groups_of(LLAMA, 2, 2)
-    with engine_for(LLAMA.build(0.0), sgd, config_of(2, None, {"pack_layers": 1})) as engine:
-        engine.train_batch(iter(first))
-        with torch.no_grad():
-            engine(**first[0])
-        engine.eval_batch(iter(first))
-        engine.train_batch(iter(second))
-        assert engine.swap_report().ratio == 1.0
 
 
 def test_there_is_no_report_before_the_first_step() -> None:

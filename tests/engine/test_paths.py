@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from harmony_ds import HarmonyEngine, ModelError
 from tests.engine.drive import adamw, config_of, engine_for, weights_of
-from tests.exactness.models import WIDTH, Block, Given, Net, batches, under
+from tests.exactness.models import WIDTH, Block, Given, Net, batches
 from tests.families import build_seeded
 from tests.oracle import assert_same
 
@@ -126,25 +126,3 @@ def test_attributes_that_measuring_sets_are_restored() -> None:
         assert settings == {"seen": 6}  # forward, and again in the backward pass
         assert shapes == [torch.Size([2, WIDTH])] * 6
         assert model.blocks[0].latest == 2
-
-
-class Recurrent(Net):
-    """Layers exchange the weight lists of an LSTM with the weights themselves."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
-
-    def body(self, x: Tensor) -> Tensor:
-        return super().body(self.lstm(x[:, None])[0][:, 0])
-
-
-def spectral() -> nn.Module:
-    return Net(lambda: under(nn.utils.parametrizations.spectral_norm))
-
-
-@pytest.mark.parametrize("make", [Recurrent, spectral])
-def test_side_effects_within_a_layer_cost_no_grouping(make: Callable[[], nn.Module]) -> None:
-    with training(make) as (_, engine):
-        engine.train_batch(iter(GROUP))
-        assert engine.swap_report().ratio == 1.0

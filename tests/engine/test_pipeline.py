@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,11 @@ def trained(one: Family, devices: Any, clip: float = 0.5, **more: Any) -> Traine
     return weights_of(model), losses
 
 
+@cache
+def trained_alone(one: Family) -> Trained:
+    return trained(one, 1)
+
+
 def assert_equal(one: Trained, other: Trained) -> None:
     assert one[1] == other[1]
     assert all(torch.equal(weight, other[0][name]) for name, weight in one[0].items())
@@ -58,7 +64,7 @@ def assert_equal(one: Trained, other: Trained) -> None:
     ids=str,
 )
 def test_every_family_trains_as_on_one_device(one: Family, devices: int) -> None:
-    assert_equal(trained(one, devices), trained(one, 1))
+    assert_equal(trained(one, devices), trained_alone(one))
 
 
 @pytest.mark.parametrize("more", [{"clip": 0.0}, {"bf16": {"enabled": True}}, {"fp16": {"enabled": True}}], ids=str)
@@ -215,7 +221,7 @@ def test_the_fastest_of_one_device_and_a_pipeline_runs_and_replicas_are_told(cap
     assert [choice.plan.policy.pipeline for choice in here] == [1] * (len(here) - 1) + [2]
     assert replicas.reason.startswith("2 replicas (torchrun --nproc_per_node 2)")
     assert (replicas.reason in caplog.text) == (replicas.prediction.step_ms < here[0].prediction.step_ms)
-    assert_equal((weights_of(model), losses), trained(LLAMA, 1))
+    assert_equal((weights_of(model), losses), trained_alone(LLAMA))
 
 
 def test_what_cannot_be_a_pipeline_is_refused_before_training() -> None:
