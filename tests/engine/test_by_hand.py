@@ -17,44 +17,29 @@ from harmony_ds.model.link import ParameterLink
 from harmony_ds.offload.host_gradients import HostGradients
 from harmony_ds.utils import safe_get_full_fp32_param
 from tests.engine.drive import adamw, config_of, engine_for, sgd, weights_of
+from tests.exactness.models import Net, batches
+from tests.families import build_seeded
 from tests.inside import updater_of
 from tests.oracle import assert_same
 
 
-class Net(nn.Module):
-    """Blocks, and a head whose loss is computed inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-        self.head = nn.Linear(8, 4)
-
-    def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
-        for block in self.blocks:
-            inputs = torch.tanh(block(inputs))
-        logits: Tensor = self.head(inputs)
-        return logits if targets is None else F.cross_entropy(logits, targets)
-
-
-def net(seed: int = 0) -> Net:
-    torch.manual_seed(seed)
-    return Net()
+def net() -> Net:
+    return build_seeded(Net)
 
 
 def batch(number: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(number)
-    return torch.randn(2, 8, generator=generator), torch.randint(0, 4, (2,), generator=generator)
+    return batches(1, seed=number)[0]
 
 
 @pytest.mark.parametrize(
     ("act", "kind", "message"),
     [
-        (lambda net: setattr(net.head, "weight", nn.Parameter(torch.zeros(4, 8))), ModelError, "'weight' is replaced"),
-        (lambda net: net.half().float(), ModelError, r"blocks\.0\.weight is to become .*float16"),
+        (lambda net: setattr(net.head, "weight", nn.Parameter(torch.zeros(5, 6))), ModelError, "'weight' is replaced"),
+        (lambda net: net.half().float(), ModelError, r"front\.weight is to become .*float16"),
         (
-            lambda net: setattr(net.head.weight, "data", torch.zeros(5, 8)),
+            lambda net: setattr(net.head.weight, "data", torch.zeros(4, 6)),
             ModelError,
-            r"head\.weight is to become \(5, 8\)",
+            r"head\.weight is to become \(4, 6\)",
         ),
         (lambda net: net.load_state_dict(weights_of(net), assign=True), RuntimeError, "'weight' is replaced"),
         (
@@ -101,7 +86,7 @@ def test_a_parameter_group_that_is_added_later_is_refused() -> None:
         engine.train_batch([batch(0)])
         before = weights_of(model)
         optimizer.add_param_group({"params": list(model.head.parameters())})
-        with pytest.raises(OptimizerError, match=r"hold \[6, 2\] parameters, and held \[6\]"):
+        with pytest.raises(OptimizerError, match=r"hold \[12, 2\] parameters, and held \[12\]"):
             engine.train_batch([batch(1)])
         assert_same(model, before, bitwise=True)
 
@@ -111,7 +96,7 @@ def test_writing_while_a_micro_batch_waits_for_its_backward_is_refused() -> None
     with engine_for(model, sgd, config_of(1)) as engine:
         loss = engine(*batch(0))
         assert model.head.weight.data.norm() > 0.0
-        assert len(model.state_dict()) == 8
+        assert len(model.state_dict()) == 16
         torch.zeros(model.head.weight.shape).add_(model.head.weight)  # which is only read
         with torch.no_grad(), pytest.raises(UsageError, match=r"head\.weight is about to be changed"):
             model.head.weight.zero_()
@@ -320,7 +305,9 @@ def test_gradients_that_a_program_uses_again_after_its_step_are_refused() -> Non
         engine(*batch(0)).backward()
         optimizer.step()
         engine(*batch(1)).backward()
-        with pytest.raises(UnsupportedError, match=r"blocks\.0\.bias and 7 other parameters .* optimizer\.step\(\)"):
+        with pytest.raises(
+            UnsupportedError, match=r"blocks\.0\.linear\.bias and 15 other parameters .* optimizer\.step\(\)"
+        ):
             optimizer.step()
 
 
