@@ -149,6 +149,9 @@ class ModuleSettings:
         self._outside = _ComparedModules(outside, self._skipped)
         self._noted: dict[Key, Setting] = {}  # set in this pass, and what was there before
         self._unseen: dict[Key, Setting] = {}  # the same of a lane, until it is undone
+        self._left_modes: dict[
+            Key, Setting
+        ] = {}  # set by lanes after their last layer calls, and what was there before
         self._doubtful: set[Key] = set()  # seen in a step, and not by measuring
         self._parameters: dict[int, nn.Parameter] = {}  # of which lanes have set requires_grad, by id
         self._trained_set: dict[int, tuple[nn.Parameter, bool]] = {}  # since a lane went on, and what it was before
@@ -175,7 +178,20 @@ class ModuleSettings:
         is_unchanged = self._layers[layer].recorded.is_unchanged() and self._outside.recorded.is_unchanged()
         if is_unchanged:  # as at nearly every call
             return set()
-        found = self._changes(layer)
+        return self._note_unseen(self._changes(layer))
+
+    def find_left(self) -> set[Key]:
+        """Return the keys of modes that lanes have set after their last layer calls, and that are not exchanged.
+
+        Layers that run again would run in them: as with `find_unseen`, the model is to be measured again.
+        """
+        left, self._left_modes = self._left_modes, {}
+        if self.no_lane_sets_any:
+            left |= self._changed_modes(self._layers)
+        return self._note_unseen(left)
+
+    def _note_unseen(self, found: Mapping[Key, Setting]) -> set[Key]:
+        """Exchange those of `found` that are found again; return them all."""
         if found:
             self.no_lane_sets_any = False
         for key, before in found.items():
@@ -208,16 +224,26 @@ class ModuleSettings:
 
         Other values (a result, a cache) are left for the program, and stay shared: to exchange them would keep them alive.
         """
-        for group in (self._outside, *self._layers):
-            if group.recorded.is_unchanged():
-                continue
-            for key, before in group.changes().items():
-                if _is_mode(before.value) and _is_mode(self._held[key[0]].get(key[1], ABSENT)):
-                    self._noted.setdefault(key, before)
+        for key, before in self._changed_modes((self._outside, *self._layers)).items():
+            self._noted.setdefault(key, before)
+
+    def _changed_modes(self, groups: Iterable[_ComparedModules]) -> dict[Key, Setting]:
+        """Return the modes of modules that have changed since they were compared last, with what was there before."""
+        found: dict[Key, Setting] = {}
+        for group in groups:
+            if not group.recorded.is_unchanged():
+                found |= group.changes()
+        held = self._held
+        return {
+            (number, name): before
+            for (number, name), before in found.items()
+            if _is_mode(before.value) and _is_mode(held[number].get(name, ABSENT))
+        }
 
     def undo(self) -> None:
         """Set again what lanes of a step that has failed have set, as far as it is not exchanged."""
         found, self._unseen = self._unseen, {}
+        self._left_modes = {}
         for group in (self._outside, *self._layers):
             if not group.recorded.is_unchanged():
                 for key, before in group.changes().items():
@@ -316,11 +342,19 @@ class ModuleSettings:
         self.write(engines.settings)
         self._train(engines.trained)
 
-    def end_lane(self, own: LaneSettings | None) -> None:
-        """Note that a lane has ended, with `own`: what it has set since its last call is no other lane's doing."""
+    def end_lane(self, own: LaneSettings | None, waited_at: int | None) -> None:
+        """Note that a lane has ended, with `own`: what it has set since its last call is no other lane's doing.
+
+        Args:
+            waited_at: the layer that it waited at before it came to its end, and that other lanes may wait at; None: it
+                did not wait.
+        """
         if self.no_lane_sets_any:
             self._outside.record_changes()
+            if waited_at is not None:
+                self._left_modes.update(self._changed_modes((self._layers[waited_at],)))
         else:
+            self._left_modes.update(self._changed_modes(self._layers))
             self.begin()
         self.left = own
 

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from harmony_ds.device.base import HOME, Stream
 from harmony_ds.errors import ModelError, UnsupportedError
 from harmony_ds.model.checkpointing import checkpoints_bypassed
+from harmony_ds.model.contract import UnseenError
 from harmony_ds.model.graph_cut import on_one_thread
 from harmony_ds.model.intercept import Autocast, Request
 from harmony_ds.model.own_settings import TrainedFlags, both_trained, trained_by
@@ -153,7 +154,7 @@ class Executor:
                     with runtime.installation.installed(unlayered, places=self._buffer_devices):
                         self._execute(tasks)
                         if not self.backward_begun:  # else FUSED has checked it
-                            runtime.random.check_drawn()  # before buffers are copied back: the run may be made again
+                            self._check_forward()  # before buffers are copied back: the run may be made again
                 runtime.device.enter(HOME)
             finally:
                 runtime.layer_calls.close_heads()
@@ -475,7 +476,7 @@ class Executor:
         self._runtime.layer_calls.close_heads()
         if task is self._last_fused:
             # Once for all micro-batches, since it takes 0.1 ms or more: nothing is updated before.
-            self._runtime.random.check_drawn()
+            self._check_forward()
         self._runtime.joins.issue_checks()
         if not plan.packs[task.pack].needs_backward and any(leaf.grad is not None for leaf in leaves.values()):
             raise OffPlanError  # it returned its input when it was measured
@@ -484,6 +485,14 @@ class Executor:
             return
         micro_batch.propagate_rest()
         self._accumulate(task.pack)
+
+    def _check_forward(self) -> None:
+        """Raise UnseenError if forward passes have done what layers that run again would not find as it was for them."""
+        self._runtime.random.check_drawn()
+        left = self._runtime.contract.settings.find_left()
+        if left:
+            names = ", ".join(sorted({name for _, name in left}))
+            raise UnseenError(f"forward leaves {names} otherwise than before, which was not seen when it was measured.")
 
     def _backward(self, task: Task) -> None:
         micro_batch = self._micro_batches[task.micro_batch]

@@ -98,6 +98,7 @@ class Lane:
         """
         engine_thread = self._thread.read()
         outside = self._settings.enter_lane(self.lane_settings)
+        waited_at = None if self.request is None else self.request.layer
         try:
             while self.request is not None:
                 position = position_of(self.request)
@@ -119,7 +120,7 @@ class Lane:
         finally:
             self._take_settings(outside)
         if self.request is None:
-            self._settings.end_lane(self.lane_settings)
+            self._settings.end_lane(self.lane_settings, waited_at)
 
     def read_thread(self) -> tuple[Any, ...]:
         """Return what torch keeps for the thread, as the engine has set it, for `resume`."""
@@ -141,7 +142,7 @@ class Lane:
         finally:
             self._take_settings(outside)
         if self.request is None:
-            self._settings.end_lane(self.lane_settings)
+            self._settings.end_lane(self.lane_settings, waited_at=None)
 
     def close(self) -> None:
         """End it wherever it is, and unwind what is open in the model's code."""
