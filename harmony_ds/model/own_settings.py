@@ -105,6 +105,11 @@ class LaneSettings:
             self._modules.write(before)
 
     @property
+    def is_engines(self) -> bool:
+        """Whether the engine's settings are known to be the same now."""
+        return self is self._modules.engines
+
+    @property
     def signature(self) -> object:
         """A key that lanes with the same settings share."""
         values = [id(one.value) if one.contents is None else repr(one.contents) for one in self.settings.values()]
@@ -113,7 +118,7 @@ class LaneSettings:
 
 def in_force(own: LaneSettings | None) -> AbstractContextManager[None]:
     """Return a context in which the attributes of `own` are set; None: there are none to set."""
-    return _NOTHING_TO_SET if own is None else own.in_force()
+    return _NOTHING_TO_SET if own is None or own.is_engines else own.in_force()
 
 
 @dataclass(slots=True, eq=False)
@@ -128,6 +133,7 @@ class ModuleSettings:
     """Settings of one model's modules.
 
     Attributes:
+        engines: the settings outside of lanes, for lanes that have made none of their own; None: they are not known.
         left: what the last lane that has ended has left.
         no_lane_sets_any: whether no lane has been seen to make settings of its own, as with most models: then nothing is
             exchanged, and modules are compared at layer calls alone. The first setting that is found there ends that.
@@ -155,6 +161,7 @@ class ModuleSettings:
         self._doubtful: set[Key] = set()  # seen in a step, and not by measuring
         self._parameters: dict[int, nn.Parameter] = {}  # of which lanes have set requires_grad, by id
         self._trained_set: dict[int, tuple[nn.Parameter, bool]] = {}  # since a lane went on, and what it was before
+        self.engines: LaneSettings | None = None
         self.left: LaneSettings | None = None
         self.no_lane_sets_any = True
 
@@ -162,6 +169,7 @@ class ModuleSettings:
 
     def begin(self) -> None:
         """Compare with what is there now from now on."""
+        self.engines = None
         for group in (self._outside, *self._layers):
             group.record_changes()
 
@@ -330,7 +338,10 @@ class ModuleSettings:
                     changed[key] = now
         settings = self.read()
         if not changed and _are_same(settings, engines.settings):
-            return None
+            # Named, since the engine's may be others when layers run again: those that a lane has left.
+            if self.engines is None:
+                self.engines = LaneSettings(settings, _AS_ENGINE, self)
+            return self.engines
         if before is None or before.trained != changed:
             return LaneSettings(settings, changed, self)
         if _are_same(settings, before.settings):
@@ -361,6 +372,7 @@ class ModuleSettings:
     def apply_left(self) -> None:
         """Set, for good, the settings that the last lane had when it ended."""
         left, self.left = self.left, None
+        self.engines = None
         if left is not None:
             self.write(left.settings)
             self._train(left.trained)

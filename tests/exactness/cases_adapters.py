@@ -282,3 +282,17 @@ def scale_of_adapters_in_forward(side: Side) -> Found:
 def modes_left_by_forward(side: Side) -> Found:
     """Forward leaves modes that its next call takes back, counts calls and rows, and runs a reference in eval mode."""
     return trained_by_train_batch(side, LeftDisabled, LeftDisabledBySome, Counting, Evaluating)
+
+
+@case(*ALL)
+def modes_left_by_forward_and_losses_read(side: Side) -> Found:
+    """Forward leaves a mode that its next call takes back, and each loss is read before its backward pass."""
+    model = LeftDisabled().train()
+    engine = side.initialize(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    losses = []
+    for i in range(STEPS * side.accumulation):
+        loss = engine(inputs(i))
+        losses.append(loss.item())
+        engine.backward(loss)
+        engine.step()
+    return {**weights(model), "losses": torch.tensor(losses), "left": left_by(model)}
