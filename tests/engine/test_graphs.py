@@ -24,7 +24,7 @@ from tests.engine.drive import (
     plainly,
     train_groups,
 )
-from tests.engine.test_failures import Mishap, Trap, trapped_llama, unwrapped
+from tests.engine.failing import Mishap, Trap, trapped_llama, unwrapped
 from tests.graphs import graphs_in, keep_graphs
 from tests.oracle import assert_same
 

@@ -27,7 +27,7 @@ from tests.engine.drive import (
     plainly,
     sgd,
 )
-from tests.engine.test_ledger import layer_bytes
+from tests.engine.sizes import layer_bytes
 from tests.families import Family
 from tests.oracle import assert_same, loss_in
 

@@ -26,7 +26,7 @@ from tests.engine.drive import (
     train_groups,
     weights_of,
 )
-from tests.engine.test_ledger import layer_bytes
+from tests.engine.sizes import layer_bytes
 from tests.families import Family
 from tests.oracle import assert_same, train_plainly, train_plainly_half, with_floating_dtype
 

@@ -34,8 +34,8 @@ from tests.engine.drive import (
     sgd,
     train_groups,
 )
-from tests.engine.test_failures import Mishap
-from tests.engine.test_ledger import layer_bytes, rounded
+from tests.engine.failing import Mishap
+from tests.engine.sizes import layer_bytes, rounded
 from tests.engine.test_precision import BF16, assert_masters_and_weights_are_plain
 from tests.inside import assembly_of, planner_of, updater_of
 from tests.oracle import assert_same, train_plainly

@@ -26,7 +26,7 @@ from tests.engine.drive import (
     plainly,
     train_groups,
 )
-from tests.engine.test_ledger import layer_bytes, packed
+from tests.engine.sizes import layer_bytes, packed
 from tests.engine.test_precision import BF16, assert_masters_and_weights_are_plain
 from tests.oracle import assert_same
 

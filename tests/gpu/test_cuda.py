@@ -20,7 +20,7 @@ from harmony_ds.config.ablations import ABLATIONS, Ablation
 from harmony_ds.device import CudaDevice, DeviceGroup, Stream
 from harmony_ds.utils import safe_get_full_fp32_param
 from tests.engine.drive import engine_for, groups_of, sgd, train_groups
-from tests.engine.test_failures import Mishap, Trap, Trapped
+from tests.engine.failing import Mishap, Trap, Trapped
 from tests.families import FAMILIES, Family, build_transformer
 from tests.oracle import assert_same, largest_difference, with_floating_dtype
 from tests.runtime.test_lane import model_and_lane

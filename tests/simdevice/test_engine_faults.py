@@ -19,7 +19,7 @@ from harmony_ds import HarmonyEngine
 from harmony_ds.device import Stream
 from harmony_ds.scheduler.plan import Task, TaskKind
 from tests.engine.drive import Groups, adamw, config_of, engine_for, lanes, train_groups, weights_of
-from tests.engine.test_failures import BackwardTrap, Mishap, Trap, Trapped
+from tests.engine.failing import BackwardTrap, Mishap, Trap, Trapped
 from tests.engine.test_pipeline import Trained, assert_equal
 from tests.inside import assembly_of
 from tests.simdevice.late import LateSimDevice

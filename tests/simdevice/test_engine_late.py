@@ -33,7 +33,7 @@ from tests.engine.drive import (
     train_groups,
     weights_of,
 )
-from tests.engine.test_failures import Mishap, Trap, Trapped, trapped_llama, unwrapped
+from tests.engine.failing import Mishap, Trap, Trapped, trapped_llama, unwrapped
 from tests.graphs import graphs_in, keep_graphs
 from tests.inside import updater_of
 from tests.oracle import assert_same, train_plainly
