@@ -73,6 +73,7 @@ RULES: dict[str, Rule] = {
     "tests/engine/test_joined.py::test_weights_are_those_of_single_calls_to_rounding": each("name"),
     "tests/engine/test_layer_tiles.py": every,
     "tests/engine/test_layer_tiles.py::test_every_family_trains_as_in_plain_pytorch": every_tenth,
+    "tests/engine/test_own_settings.py::test_what_is_set_first_in_a_later_step_is_as_in_plain_training": each("build"),
     "tests/engine/test_pipeline.py::test_every_family_trains_as_on_one_device": each("one"),
     "tests/engine/test_precision.py::test_a_parameter_after_the_last_layer_sums_in_fp32_when_losses_are_read": every,
     "tests/examples": none,

@@ -53,7 +53,7 @@ class Later(Stack):
 def later(index: int) -> Tensor:
     x = inputs(index)
     if index in (4, 8):  # in the middle and at the end of a step
-        x[0, 0] = 99.0
+        x[0, 0] = 91.0 + index
     return x
 
 
@@ -70,13 +70,21 @@ class LeftLater(Stack):
 class LeftAtTheEndLater(Stack):
     """Leaves its layers, late and after their last calls, in a mode that the next forward pass takes back."""
 
+    above, left = 90, slice(None)
+
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             layer.disabled = False
         loss = self.body(x).mean()
-        for layer in self.layers:
-            layer.disabled = bool(x[0, 0] > 90)
+        for layer in self.layers[self.left]:
+            layer.disabled = bool(x[0, 0] > self.above)
         return loss
+
+
+class LeftByTheLast(LeftAtTheEndLater):
+    """The same of the first layer, in the last micro-batch of a step alone."""
+
+    above, left = 97, slice(1)
 
 
 class LeftAtTheEndOfTwo(LeftAtTheEndLater):
@@ -110,7 +118,9 @@ class CountingLater(Stack):
 
 @pytest.mark.parametrize("by_loop", [False, True])
 @pytest.mark.parametrize(
-    "build", [Later, LeftLater, LeftAtTheEndLater, LeftAtTheEndOfTwo, CountingLater], ids=lambda build: build.__name__
+    "build",
+    [Later, LeftLater, LeftAtTheEndLater, LeftByTheLast, LeftAtTheEndOfTwo, CountingLater],
+    ids=lambda build: build.__name__,
 )
 @plans
 def test_what_is_set_first_in_a_later_step_is_as_in_plain_training(
