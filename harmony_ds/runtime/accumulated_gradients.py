@@ -42,12 +42,16 @@ class AccumulatedGradients:
             runtime.updater.measure(tuple(gradients))
             self._moved_to_host = True
 
+    def move_back(self, names: tuple[str, ...]) -> None:
+        """Move gradients of `names`, parameters of a resident pack, back to the device if they were moved to the host."""
+        if self._moved_to_host:
+            for name, gradient in self._runtime.updater.pop_gradients(names).items():
+                self._runtime.resident_packs.add_gradient(name, gradient)
+
     def to_device(self, names: tuple[str, ...]) -> None:
         """Add gradients of `names`, parameters of a resident pack, that are on the host to those on the device."""
         runtime = self._runtime
-        if self._moved_to_host:
-            for name, gradient in runtime.updater.pop_gradients(names).items():
-                runtime.resident_packs.add_gradient(name, gradient)
+        self.move_back(names)
         for name, gradient in runtime.user_gradients.pop(names).items():
             runtime.resident_packs.add_gradient(name, gradient)
 

@@ -319,6 +319,7 @@ class Executor:
         self._copies.update(zip(resident, self._runtime.resident_packs.make_resident(names), strict=True))
         for index in resident:
             self._copies[index].modes = None  # hooks may have been registered
+            self.accumulated_gradients.move_back(self._plan.packs[index].owned)  # first: later ones are added to them
 
     def _swap_in(self, task: Task) -> None:
         runtime, pack = self._runtime, self._plan.packs[task.pack]

@@ -64,6 +64,24 @@ def test_gradients_are_those_of_plain_pytorch_and_looking_changes_nothing(harmon
     assert_same(looked, unlooked, bitwise=True)
 
 
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_later_gradients_are_added_to_those_that_were_read_though_the_model_was_measured_in_between(
+    clip: float | None,
+) -> None:
+    """The first step's checks free the device after its first micro-batch has left gradients on resident packs."""
+    plain, model = LLAMA.build(0.0), LLAMA.build(0.0)
+    gradients = plain_gradients(plain, GROUPS[0])
+    harmony = {"pack_layers": 1, "residency": 100}
+    with engine_for(model, sgd, config_of(4, clip, harmony)) as engine:
+        for place, batch in enumerate(GROUPS[0]):
+            engine.backward(engine(**batch).loss)
+            if place in (0, 3):
+                found = {name: p.grad.clone() for name, p in model.named_parameters()}
+            engine.step()
+    for name, gradient in gradients.items():
+        assert torch.equal(found[name], gradient), name
+
+
 def test_gradients_that_have_gathered_stay_when_states_are_offloaded() -> None:
     results = []
     for offloads in (False, True):
