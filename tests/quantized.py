@@ -72,6 +72,15 @@ class CodesReadAgain(Codes):
         return (self.W_q.to(dtype) * self.meta["scale"] + self.meta["zero"]).to(dtype)
 
 
+class MadeInInferenceMode(CodesReadAgain):
+    """Scales and zeros that were searched for in inference mode (as HQQ does)."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear)
+        with torch.inference_mode():
+            self.meta = {key: one.clone() if isinstance(one, Tensor) else one for key, one in self.meta.items()}
+
+
 class Packed4Bit(nn.Module):
     """Codes of 4 bits, eight in an int32, and scales in buffers; no parameter (like GPTQ and AWQ)."""
 
@@ -272,6 +281,7 @@ KINDS: dict[str, Callable[[nn.Linear], nn.Module]] = {
     "hand-written wrapper": halved,
     "integer parameter": Codes,
     "integer parameter, read in backward": CodesReadAgain,
+    "integer parameter, in inference mode": MadeInInferenceMode,
     "float8 parameter": float8,
     "integer buffers": Packed4Bit,
     "buffers in groups, read in backward": GroupedBuffers,

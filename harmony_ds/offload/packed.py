@@ -84,7 +84,7 @@ class Packed:
         packages = {type(one).__module__.partition(".")[0] for one in (tensor, *self._owners)} - {"torch", "builtins"}
         self._packages = frozenset(packages)
         self._find_parts()
-        self._versioned = [one for one in (tensor, *self._found) if not one.is_inference()]
+        self._versioned: list[Tensor] = []  # all tensors that count their writes
         recipes = Recipes(self._part_of, self._packages, _DEPTH)
         try:
             self._recipe = recipes.of_parameter(tensor, self._own)
@@ -225,9 +225,10 @@ class Packed:
                 own = torch.from_numpy(own.numpy())
             views.append(replace(part, start=0).view(own))
         for tensor in self._found:
-            tensor.data = views[self._part_of[id(tensor)]]
+            _place(tensor, views[self._part_of[id(tensor)]])
         if self._own is not None and self._own is not self._tensor:
-            self._tensor.data = self._own
+            _place(self._tensor, self._own)
+        self._versioned = [one for one in (self._tensor, *self._found) if not one.is_inference()]
         return self.nbytes
 
     # ---- the device
@@ -239,6 +240,20 @@ class Packed:
         for module, key, recipe in self._attributes:
             attributes.setdefault(module, {})[key] = recipe.make(tensors)
         return self._recipe.make(tensors), attributes
+
+
+def _place(tensor: Tensor, view: Tensor) -> None:
+    """Make `tensor` a tensor over the memory of `view`.
+
+    One that was made in inference mode (HQQ's zeros) would stay without a count of its writes, and say that it has one: it
+    becomes an ordinary tensor.
+    """
+    if not tensor.is_inference():
+        tensor.data = view
+        return
+    ordinary = torch.Tensor._make_subclass(type(tensor), view.detach(), False)
+    vars(ordinary).update(vars(tensor))
+    torch.utils.swap_tensors(tensor, ordinary)
 
 
 def is_wrapper(tensor: Tensor) -> bool:
