@@ -289,6 +289,15 @@ class ModuleSettings:
         self._trained_set.setdefault(id(parameter), (parameter, before))
         self.no_lane_sets_any = False
 
+    @property
+    def exchanged_count(self) -> int:
+        """How many settings are exchanged."""
+        return len(self._exchanged)
+
+    def completed(self, own: LaneSettings | None) -> LaneSettings:
+        """Return `own` with the engine's values of what was not yet exchanged when it was read."""
+        return LaneSettings({**self.read(), **({} if own is None else own.settings)}, trained_by(own), self)
+
     def read(self) -> dict[Key, Setting]:
         """Return the settings that are exchanged, as they are now."""
         held = self._held

@@ -17,7 +17,7 @@ from harmony_ds.model.crossing import WaitingValues
 from harmony_ds.model.graph_cut import cut, explaining_errors, reachable_nodes
 from harmony_ds.model.inter_layer import InterLayerGraph
 from harmony_ds.model.intercept import Autocast, ContextFactory, Request
-from harmony_ds.model.own_settings import LaneSettings, in_force
+from harmony_ds.model.own_settings import LaneSettings, ModuleSettings, in_force
 from harmony_ds.model.recorded_call import RecordedCall
 from harmony_ds.model.targets import GradientSum
 from harmony_ds.model.token_expression import HeadCall
@@ -90,6 +90,11 @@ class MicroBatch:
     """What it has on the host while it waits between two packs."""
     _cursor: int = 0
     _numbers: int = 0
+
+    def complete_settings(self, settings: ModuleSettings) -> None:
+        """Let layer calls that have run be run again with what was in force, also of settings not yet exchanged then."""
+        for _, call in self.calls:
+            call.request.lane_settings = settings.completed(call.request.lane_settings)
 
     # ---- its forward pass
 

@@ -700,6 +700,8 @@ class Step:
         """
         context, executor = self.context, self.context.executor
         recovery = Recovery(context, run)
+        settings = context.runtime.contract.settings
+        exchanged_before = settings.exchanged_count
         was_running, self._is_running = self._is_running, True
         try:
             while True:
@@ -713,6 +715,9 @@ class Step:
                         else:
                             executor.run(planned.plan, planned.micro_batches, run.hyper, run.norm_options)
                             finish_run(context, run, planned)
+                        if settings.exchanged_count > exchanged_before:  # and the engine's may be others from now on
+                            for waiting in self.micro_batches:
+                                waiting.micro_batch.complete_settings(settings)
                     if run.kind is RunKind.PART:
                         self._update_plan = planned.update_plan
                     return

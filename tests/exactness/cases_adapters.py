@@ -286,13 +286,16 @@ def modes_left_by_forward(side: Side) -> Found:
 
 @case(*ALL)
 def modes_left_by_forward_and_losses_read(side: Side) -> Found:
-    """Forward leaves a mode that its next call takes back, and each loss is read before its backward pass."""
-    model = LeftDisabled().train()
-    engine = side.initialize(model, torch.optim.SGD(model.parameters(), lr=0.5))
-    losses = []
-    for i in range(STEPS * side.accumulation):
-        loss = engine(inputs(i))
-        losses.append(loss.item())
-        engine.backward(loss)
-        engine.step()
-    return {**weights(model), "losses": torch.tensor(losses), "left": left_by(model)}
+    """Forward leaves a mode, always or for some data, that its next call takes back; each loss is read at once."""
+    found: Found = {}
+    for number, build in enumerate((LeftDisabled, LeftDisabledBySome)):
+        model = build().train()
+        engine = side.initialize(model, torch.optim.SGD(model.parameters(), lr=0.5))
+        losses = []
+        for i in range(STEPS * side.accumulation):
+            loss = engine(inputs(i))
+            losses.append(loss.item())
+            engine.backward(loss)
+            engine.step()
+        found = {**found, **weights(model, f"{number} "), f"{number} losses": torch.tensor(losses)}
+    return found
