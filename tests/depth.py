@@ -66,6 +66,7 @@ RULES: dict[str, Rule] = {
     "tests/checkpoint/test_tensor_files.py": every,
     "tests/docs/test_site.py::test_the_site_has_every_page_and_every_public_name": none,
     "tests/engine": one,
+    "tests/engine/test_chains.py::test_gradients_are_divided_once": each("chain"),
     "tests/engine/test_exactness.py::test_three_steps_equal_plain_gradient_accumulation": each("one"),
     "tests/engine/test_failures.py::test_a_failed_step_changes_nothing": each("harmony"),
     "tests/engine/test_host_memory.py": none,

@@ -288,7 +288,7 @@ def engine_after_an_engine(side: Side) -> Found:
     return {**weights(encoder, "e "), **weights(decoder, "d ")}
 
 
-@case(*PAIRS, tolerance=REGROUPED)
+@case(tolerance=REGROUPED)
 def engines_around_a_frozen_one(side: Side) -> Found:
     """A prompt's engine, a frozen model's, and a head's: gradients go through the frozen one, which has no optimizer."""
     prompt, between, last = Generator(), Generator().requires_grad_(False), Net()
@@ -303,7 +303,7 @@ def engines_around_a_frozen_one(side: Side) -> Found:
     return {**weights(prompt, "p "), **weights(last, "e ")}
 
 
-@case(*PAIRS, tolerance=REGROUPED)
+@case(tolerance=REGROUPED)
 def module_before_a_frozen_engine(side: Side) -> Found:
     """A prompt that no engine has is trained through a frozen one, by one pass, and by two that meet in a loss."""
     prompt, frozen = nn.Linear(WIDTH, WIDTH), Net().requires_grad_(False)
