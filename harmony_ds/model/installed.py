@@ -111,7 +111,8 @@ class FixedParameters(dict[str, Any]):
         raise ModelError(
             f"a module's parameter {key!r} is replaced, but an engine trains this model, and goes on "
             "with the parameters that it was made with: copy values into a parameter (with torch.no_grad(): "
-            "parameter.copy_(value)), or change the model before initialize."
+            "parameter.copy_(value)), or change the model before initialize. When training is over, call engine.destroy() "
+            "first: then the model is a plain one (adapters are merged into a quantized base that way)."
         )
 
     __delitem__ = pop = _refuse

@@ -103,7 +103,8 @@ class ParameterLink:
         if kinds[0] != kinds[1]:
             raise ModelError(
                 f"{self.name} is to become {kinds[0]}, but its engine trains it as {kinds[1]}: change a model's shapes and "
-                'dtypes before initialize, and choose the dtype in the ds_config ("bf16", "fp16").'
+                'dtypes before initialize, and choose the dtype in the ds_config ("bf16", "fp16"). When training is over, '
+                "call engine.destroy() first: then the model is a plain one."
             )
         if value.data_ptr() != own.data_ptr():  # `kept = p.data; p.data = average`: `kept` keeps its values
             for alias in list(self._aliases):
