@@ -244,6 +244,6 @@ def _sum_of_losses(members: Sequence[MicroBatch], streams: MemberStreams, output
             streams.enter_loss(number)
             with in_force(member.lane_settings):
                 loss = member.objective(own)
-            if loss is not None and loss.requires_grad:
+            if loss is not None:
                 losses.append(loss)
     return sum(losses[1:], losses[0]) if losses else None

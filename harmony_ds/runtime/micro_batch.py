@@ -177,7 +177,7 @@ class MicroBatch:
             loss = self.objective(self.outputs)
         for member in members:
             member.outputs = None
-        if loss is not None and loss.requires_grad:
+        if loss is not None:
             graphs = [member.inter_layer for member in members if not member.inter_layer.is_trivial]
             with in_force(self.lane_settings), explaining_errors():
                 loss.backward(retain_graph=any(graph.touches(loss) for graph in graphs))

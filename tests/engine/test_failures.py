@@ -198,6 +198,30 @@ def test_a_failure_in_the_users_loss() -> None:
     assert_same(model, plain, bitwise=True)
 
 
+@pytest.mark.parametrize(("accumulation", "micro_batch"), [(1, "config"), (2, "config"), (2, 4)])
+def test_a_loss_that_no_weight_leads_to_is_torchs_error(accumulation: int, micro_batch: Any) -> None:
+    class Net(nn.Sequential):
+        detaches = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            loss = super().forward(x).square().mean()
+            return loss.detach() if self.detaches else loss
+
+    model = Net(nn.Linear(4, 4), nn.Linear(4, 4))
+    config = config_of(accumulation, None, {"pack_layers": 1, "micro_batch": micro_batch})
+    with engine_for(model, adamw, config) as engine:
+        for model.detaches in (False, True, False):
+            before = weights_of(model)
+            for number in range(accumulation):
+                engine.backward(engine(torch.ones(2, 4)))
+                if not model.detaches or number < accumulation - 1:
+                    engine.step()
+                    continue
+                with pytest.raises(RuntimeError, match="does not require grad"):
+                    engine.step()
+                assert all(torch.equal(weight, before[name]) for name, weight in weights_of(model).items())
+
+
 def test_a_failure_in_the_data_iterator() -> None:
     plain, _ = plainly(LLAMA, 0.1, GROUPS, adamw, 0.5)
     failure = Mishap("no more data")
