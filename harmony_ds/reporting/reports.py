@@ -128,10 +128,9 @@ class MemoryReport:
 
     def __str__(self) -> str:
         budget = "unlimited" if self.budget_bytes is None else amount(self.budget_bytes)
-        lines = [
-            f"device peak {amount(self.device_peak_bytes)} ({self.counted}), planned {amount(self.planned_peak_bytes)}, "
-            f"budget {budget}"
-        ]
+        planned = f"planned {amount(self.planned_peak_bytes)}" if self.planned_peak_bytes else "no plan yet"
+        how = "as the allocator counts" if self.counted == "allocator" else "as the plan counts"
+        lines = [f"device peak {amount(self.device_peak_bytes)} ({how}), {planned}, budget {budget}"]
         if self.beside_bytes:
             lines.append(f"beside the plan {amount(self.beside_bytes)}")
         if len(self.device_peaks) > 1:
@@ -203,18 +202,17 @@ class PlanReport:
 
     def __str__(self) -> str:
         best, prediction = self.choices[0].plan, self.choices[0].prediction
-        typical, error = self.typical_step_ms, round(self.time_error or 0.0, 3) + 0.0  # never -0.0
+        typical = self.typical_step_ms
         measured = f"not measured yet (a plan's first step, {duration(self.last_step_ms)}, does not count)"
         if typical is not None:
-            measured = f"{duration(typical)} measured ({error:+.1%})"
+            measured = f"{duration(typical)} measured{_compared(typical, prediction.step_ms)}"
         elif self.deviation:
             measured = "not measured"
         lines = [
             f"plan: {self.choices[0].reason}",
             f"  step          {duration(prediction.step_ms)} predicted, {measured}; {prediction.bottleneck} works most, "
             f"the device computes {1 - prediction.idle_share:.0%} of the time",
-            f"  device peak   {amount(best.peak_bytes)} planned, {amount(self.device_peak_bytes)} measured "
-            f"({self.peak_error:+.1%})",
+            f"  device peak   {amount(best.peak_bytes)} planned, {amount(self.device_peak_bytes)} measured",
         ]
         reserved_bytes = self.choices[0].reserved_bytes
         if reserved_bytes is not None:
@@ -248,6 +246,11 @@ class PlanReport:
             if len(shown) <= _ALTERNATIVES and all(_differ(choice, one) for one in shown):
                 shown.append(choice)
         return tuple(shown[1:])
+
+
+def _compared(measured_ms: float, predicted_ms: float) -> str:
+    """Return how much longer or shorter a step takes than predicted, for people; "" if nothing is predicted."""
+    return f" ({measured_ms / predicted_ms:.2f} x the prediction)" if predicted_ms else ""
 
 
 def _beyond(reserved_bytes: int, planned_bytes: int) -> str:

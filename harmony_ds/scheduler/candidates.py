@@ -241,16 +241,20 @@ def packs_in_both_passes(packing: Packing) -> set[int]:
     return {i for i in packing.forward if i in packing.backward[:-1] and packing.packs[i].needs_backward}
 
 
-def describe_policy(packing: Packing, policy: Policy) -> str:
-    """Return how a policy uses memory, as text for people."""
+def describe_policy(packing: Packing, policy: Policy, moves_stash: bool) -> str:
+    """Return how a policy uses memory, as text for people; "": nothing is to be said.
+
+    Args:
+        moves_stash: whether any stash is copied to the host: that of a pack that gets no tensors has no bytes.
+    """
     uses: list[str] = []
     if policy.pipeline > 1:
         uses.append(f"{policy.pipeline} devices")
     count, on_host = len(packing.forward), policy.stash_on_host
-    if 0 < on_host < count:
+    if moves_stash and 0 < on_host < count:
         uses.append(f"stash of {on_host} of {count} packs on the host")
-    else:
-        uses.append("stash on the host" if on_host else "stash on the device")
+    elif count:  # the fused pack alone has no stash
+        uses.append("stash on the host" if moves_stash else "stash on the device")
     if crossing_moves(packing, policy):
         uses.append("crossing tensors on the host")
     if policy.slices_from_host:

@@ -504,7 +504,9 @@ class _Search:
         plan, counts = planned.plan, planned.counts
         assert plan.peak_bytes <= self._budget, (plan.peak_bytes, self._budget)
         prediction = simulate(plan, self._costs, self._machine, counts)
-        return Choice(plan, prediction, f"{cut}; {describe_policy(packing, policy)}", counts=counts)
+        moves_stash = prediction.swaps.stash_out + prediction.swaps.stash_in > 0
+        uses = describe_policy(packing, policy, moves_stash)
+        return Choice(plan, prediction, f"{cut}; {uses}" if uses else cut, counts=counts)
 
 
 def _rank_of(found: _Found) -> tuple[int, ...]:

@@ -34,7 +34,7 @@ from harmony_ds.scheduler.allocator_fit import (
 )
 from harmony_ds.scheduler.choose import PlanRequest
 from harmony_ds.scheduler.costs import CostTable
-from harmony_ds.scheduler.grid import amount
+from harmony_ds.scheduler.grid import amount, counted
 from harmony_ds.scheduler.joining import Advice, JoinedCosts, advise
 from harmony_ds.scheduler.packing import ElementBytes
 from harmony_ds.scheduler.plan import Plan, Policy
@@ -338,7 +338,7 @@ class Planner:
         tiles, parts = self.tiles_in_use, []
         if self.rows.cuts:
             source = " from the host" if self._slices_from_host else ""
-            parts.append(f"layer calls take slices of {self.rows.backward} rows{source} (harmony.micro_batch)")
+            parts.append(f"layer calls take slices of {counted(self.rows.backward, 'row')}{source} (harmony.micro_batch)")
         if tiles.head:
             heads = [layer for layer, is_head in self._runtime.layer_calls.head_tiles.heads.items() if is_head]
             names = ", ".join(self.graph.layers[layer].name for layer in heads)

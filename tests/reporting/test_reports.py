@@ -30,8 +30,8 @@ def test_a_plan_report_is_in_units_for_people() -> None:
     lines = str(plan_report(choice(17_100.0, 2 * GIB, "20 packs of 1 call"), measured=(17_000.0,))).splitlines()
     assert lines == [
         "plan: 20 packs of 1 call",
-        "  step          17.1 s predicted, 17.0 s measured (+0.6%); link works most, the device computes 75% of the time",
-        "  device peak   2.0 GiB planned, 2.0 GiB measured (+0.0%)",
+        "  step          17.1 s predicted, 17.0 s measured (0.99 x the prediction); link works most, the device computes 75% of the time",
+        "  device peak   2.0 GiB planned, 2.0 GiB measured",
         "  swapped       3.0 GiB planned, 3.0 GiB counted",
     ]
 
@@ -58,10 +58,18 @@ def test_a_memory_report_names_what_takes_most_first_and_nothing_that_takes_noth
     host = {"weights": GIB, "masters": 0, "optimizer": 4 * GIB, "gradients": GIB // 2}
     report = MemoryReport(GIB, 2 * GIB, 3 * GIB, host, "plan", beside_bytes=2**20, disk_bytes=5 * GIB)
     assert str(report).splitlines() == [
-        "device peak 1.0 GiB (plan), planned 2.0 GiB, budget 3.0 GiB",
+        "device peak 1.0 GiB (as the plan counts), planned 2.0 GiB, budget 3.0 GiB",
         "beside the plan 1.0 MiB",
         "host 5.5 GiB: optimizer 4.0 GiB, weights 1.0 GiB, gradients 512.0 MiB",
         "disk 5.0 GiB",
+    ]
+
+
+def test_a_memory_report_before_the_first_micro_batch_names_no_plan() -> None:
+    report = MemoryReport(0, 0, None, {"weights": GIB}, "allocator")
+    assert str(report).splitlines() == [
+        "device peak 0 B (as the allocator counts), no plan yet, budget unlimited",
+        "host 1.0 GiB: weights 1.0 GiB",
     ]
 
 
