@@ -940,8 +940,12 @@ class HarmonyEngine(nn.Module):
         return self._release.alive and self._state.health.failed is None
 
     def to(self, *args: Any, **kwargs: Any) -> HarmonyEngine:
-        """Do nothing for a device alone, since layers go there by themselves; else what torch does."""
-        _, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        """Do nothing for a device alone, since layers go there by themselves; else what torch does, such as an error for a
+        device that this machine lacks.
+        """
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        if device is not None:
+            torch.empty(0, device=device)
         return self if dtype is None else super().to(*args, **kwargs)
 
     def finish_updates(self) -> None:

@@ -190,8 +190,8 @@ class Snapshot:
         packed = [name for name in self.packed if name in self.parameters]
         if packed:
             raise CheckpointError(
-                f"{what} would hold {len(packed)} quantized weights as bytes of the engine's ({listed(packed, 2)}: "
-                f"{self.packed[packed[0]]}), which nothing else reads. Leave them out (exclude_frozen_parameters=True), or "
+                f"{what} would hold {len(packed)} quantized weights as bytes of the engine's ({listed(packed, 2)}), "
+                "which nothing else reads. Leave them out (exclude_frozen_parameters=True), or "
                 "save adapters by model.save_pretrained, or all of it by torch.save(engine.module.state_dict(), path)."
             )
 

@@ -9,6 +9,7 @@ On the meta device nothing is allocated; on the CPU the weights are random, whic
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 import re
 import sys
@@ -85,7 +86,8 @@ def load_subject(spec: str, device: str, rows: int, sequence: int | None = None)
 
 def _missing(spec: str) -> str:
     text = f'there is no model "{spec}": name a Hugging Face config.json (or its directory), or module:function.'
-    if not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", spec) or spec.endswith(".json"):
+    is_path = spec.endswith(".json") or ("/" in spec and Path(spec).parent.is_dir())
+    if is_path or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", spec):
         return text
     folder = spec.rpartition("/")[2]
     return (
@@ -114,6 +116,16 @@ def _hugging_face(path: Path) -> Callable[[], nn.Module]:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise ConfigError(f"{path} holds no config.json.")
+    try:
+        described = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{file} is not valid JSON: {error}.") from error
+    kind = described.get("model_type") if isinstance(described, dict) else None
+    if isinstance(kind, str) and kind not in transformers.CONFIG_MAPPING:
+        raise ConfigError(
+            f'{file} describes a "{kind}", which is no model_type that transformers {transformers.__version__} knows: '
+            "upgrade transformers, or give module:function that returns (module, inputs)."
+        )
     try:
         config = transformers.AutoConfig.from_pretrained(str(file))
     except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:

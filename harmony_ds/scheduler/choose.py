@@ -145,7 +145,8 @@ def explain(plan: Plan, request: PlanRequest, graph: LayerGraph, costs: CostTabl
     weights = max(pack.weight_bytes for pack in packs)
     gradients = max(pack.gradient_bytes for pack in packs)
     stays = plan.resident_bytes + sum(pack.weight_bytes + pack.gradient_bytes for pack in plan.packing.unlayered_packs)
-    rest = plan.peak_bytes - stays - min(2, len(packs)) * weights - gradients
+    most, operation = _largest_operation(graph, costs)
+    rest = max(most, plan.peak_bytes - stays - min(2, len(packs)) * weights - gradients)
     pack_layers = request.settings.pack_layers or 1
     ways = (
         f"raise harmony.device_memory_gib to {gib_number(plan.peak_bytes + request.beside_bytes)} or more",
@@ -158,20 +159,19 @@ def explain(plan: Plan, request: PlanRequest, graph: LayerGraph, costs: CostTabl
         f"the smallest plan needs {plan.peak_bytes:,} bytes ({amount(plan.peak_bytes)}) of device memory but the budget is "
         f"{request.budget}: {plan.peak_bytes - request.budget_bytes:,} too many. It holds "
         f"{weights:,} bytes of weights for the largest pack (twice while the next pack is prefetched), {gradients:,} of "
-        f"gradients, {stays:,} that are resident, and about {max(rest, 0):,} of activations of "
-        f"{counted(plan.micro_batches, 'micro-batch')}. {_largest_operation(graph, costs)} Ways out: "
+        f"gradients, {stays:,} that are resident, and about {rest:,} of activations of "
+        f"{counted(plan.micro_batches, 'micro-batch')}. With one micro-batch, {operation} takes most: {most:,}. Ways out: "
         + "; ".join(f"({number}) {way}" for number, way in enumerate(filter(None, ways), 1))
         + "."
     )
 
 
-def _largest_operation(graph: LayerGraph, costs: CostTable) -> str:
-    """Name what takes most device memory beside weights while one micro-batch goes through it."""
+def _largest_operation(graph: LayerGraph, costs: CostTable) -> tuple[int, str]:
+    """Return the device bytes beside weights of what takes most while one micro-batch goes through it, and its name."""
     operations = [(costs.tail_bytes, "the loss")]
     for layer, cost in zip(costs.calls, costs.costs, strict=True):
         name = graph.layers[layer].name
         operations.append((cost.forward.peak_bytes, f"the forward pass of layer {name}"))
         operations.append((cost.backward.peak_bytes, f"the backward pass of layer {name}"))
         operations.append((cost.backward.code_peak_bytes, f"the backward pass of the code after layer {name}"))
-    nbytes, name = max(operations)
-    return f"With one micro-batch, {name} takes most: {nbytes:,}."
+    return max(operations)

@@ -338,7 +338,9 @@ class Planner:
         tiles, parts = self.tiles_in_use, []
         if self.rows.cuts:
             source = " from the host" if self._slices_from_host else ""
-            parts.append(f"layer calls take slices of {counted(self.rows.backward, 'row')}{source} (harmony.micro_batch)")
+            parts.append(
+                f"layer calls take slices of {counted(self.rows.backward, 'row')}{source} (harmony.micro_batch)"
+            )
         if tiles.head:
             heads = [layer for layer, is_head in self._runtime.layer_calls.head_tiles.heads.items() if is_head]
             names = ", ".join(self.graph.layers[layer].name for layer in heads)

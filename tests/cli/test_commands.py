@@ -370,6 +370,32 @@ def test_wrong_input_is_one_sentence_and_exits_with_1(tiny: str, arguments: tupl
     assert not found.stdout
 
 
+def test_a_mistyped_path_is_not_taken_for_a_model_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    assert run("estimate", "models/none").stderr.endswith("(or its directory), or module:function.\n")
+    assert "hf download model/none" in run("estimate", "model/none").stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            '{"model_type": "llama",}',
+            "is not valid JSON: Expecting property name enclosed in double quotes: line 1 column 24",
+        ),
+        ('{"model_type": "llamma"}', 'describes a "llamma", which is no model_type that transformers'),
+        ("[]", "describes no model that transformers knows"),
+    ],
+)
+def test_a_config_that_describes_no_model_says_where_it_is_wrong(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "config.json").write_text(text, encoding="utf-8")
+    found = run("estimate", str(tmp_path))
+    assert found.exit_code == 1
+    assert message in found.stderr
+    assert len(found.stderr) < 500
+
+
 def test_rows_longer_than_a_table_of_positions_are_an_error(tmp_path: Path) -> None:
     sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 128, "n_positions": 64}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", **sizes}), encoding="utf-8")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import harmony_ds
 from harmony_ds import EngineFailedError, HarmonyEngine

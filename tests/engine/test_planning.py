@@ -55,7 +55,9 @@ def test_a_report_compares_predictions_with_measurements() -> None:
     assert report.peak_error >= 0
     assert report.swapped_bytes == report.choices[0].prediction.swaps.total
     assert "ms predicted" in str(report)
-    assert "ms measured (1.00 x the prediction)" in str(replace(report, measured_step_ms=(report.predicted_step_ms * 1.0001,) * 2))
+    assert "ms measured (1.00 x the prediction)" in str(
+        replace(report, measured_step_ms=(report.predicted_step_ms * 1.0001,) * 2)
+    )
 
 
 @pytest.mark.parametrize("share", [1.5, 2.0, 4.0, 20.0])

@@ -79,6 +79,10 @@ def test_an_engine_is_on_its_device_already() -> None:
         assert engine.to(engine.device) is engine
         with pytest.raises(ModelError, match="float64"):
             engine.to(torch.float64)
+        with pytest.raises(
+            (AssertionError, RuntimeError), match=r"(?i)xpu"
+        ):  # torch's own: no machine of the tests has one
+            engine.to("xpu")
 
 
 @pytest.mark.parametrize("scheduler", [{"scheduler": {"type": "ReduceLROnPlateau", "params": {}}}, {}])

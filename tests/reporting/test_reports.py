@@ -30,7 +30,8 @@ def test_a_plan_report_is_in_units_for_people() -> None:
     lines = str(plan_report(choice(17_100.0, 2 * GIB, "20 packs of 1 call"), measured=(17_000.0,))).splitlines()
     assert lines == [
         "plan: 20 packs of 1 call",
-        "  step          17.1 s predicted, 17.0 s measured (0.99 x the prediction); link works most, the device computes 75% of the time",
+        "  step          17.1 s predicted, 17.0 s measured (0.99 x the prediction); link works most, the device computes "
+        "75% of the time",
         "  device peak   2.0 GiB planned, 2.0 GiB measured",
         "  swapped       3.0 GiB planned, 3.0 GiB counted",
     ]
