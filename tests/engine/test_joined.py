@@ -7,6 +7,7 @@ import gc
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,12 @@ def trained(model: nn.Module, groups: Groups, make: Any = sgd, **harmony: Any) -
     return weights_of(model), losses
 
 
+@cache
+def trained_plainly(name: str) -> tuple[dict[str, Tensor], list[float]]:
+    plain, losses = plainly(family(name), 0.0, single_rows(name), sgd, 0.5)
+    return weights_of(plain), means_of(losses)
+
+
 def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     for key, weight in expected.items():
         torch.testing.assert_close(found[key], weight, rtol=0.0, atol=1e-6 * max(1e-3, weight.abs().max().item()))
@@ -90,11 +97,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize("sizes", [*SIZES, "auto"], ids=str)
 @pytest.mark.parametrize("name", [*map(str, FAMILIES), "TwoPassNet", "OutsideParameterNet"])
 def test_weights_are_those_of_single_calls_to_rounding(name: str, sizes: Any) -> None:
-    groups = single_rows(name)
-    plain, losses = plainly(family(name), 0.0, groups, sgd, 0.5)
-    joined, found = trained(family(name).build(0.0), groups, micro_batch=sizes)
-    assert found == pytest.approx(means_of(losses), rel=1e-6)
-    assert_close(joined, weights_of(plain))
+    weights, losses = trained_plainly(name)
+    joined, found = trained(family(name).build(0.0), single_rows(name), micro_batch=sizes)
+    assert found == pytest.approx(losses, rel=1e-6)
+    assert_close(joined, weights)
 
 
 def test_the_same_bits_each_time_and_after_a_resume(tmp_path: Path) -> None:
