@@ -35,7 +35,7 @@ from harmony_ds.config import Config
 from harmony_ds.config.deepspeed_getters import DEEPSPEED_NAMES
 from harmony_ds.config.engine_settings import EngineSettings
 from harmony_ds.device import Device
-from harmony_ds.errors import BatchError, ConfigError, UnsupportedError, UsageError
+from harmony_ds.errors import BatchError, ConfigError, ModelError, UnsupportedError, UsageError
 from harmony_ds.model.intercept import is_between_layers
 from harmony_ds.optim.optimizer_chain import as_one_optimizer
 from harmony_ds.optim.optimizers import ClientOptimizer, ParameterGroups
@@ -102,7 +102,12 @@ def initialize(
     Raises:
         ConfigError, ModelError, OptimizerError, UnsupportedError: an argument or key, which the message names.
     """
-    module = check_model(model, mpu, mesh_param)
+    module = check_model(args, model, mpu, mesh_param)
+    if isinstance(module, HarmonyEngine):
+        raise ModelError(
+            f"model is an engine already, of a {type(module.module).__name__}: give initialize() the model, engine.module, "
+            "after engine.destroy()."
+        )
     gather_partitioned_parameters(module)
     given_config = choose_config(args, config if config is not None else config_params)
     client_optimizer: ClientOptimizer | None = as_one_optimizer(unwrap_optimizer(optimizer))
@@ -254,9 +259,9 @@ class HarmonyEngine(nn.Module):
         _need_scalar(
             loss, "loss must be a scalar tensor. If you need to pass output gradients, backward() of output tensors"
         )
-        if isinstance(loss, PendingTensor):
-            for source in loss.node.sources:
-                source.check_not_propagated()
+        unscaled = loss.node if isinstance(loss, PendingTensor) else None
+        if unscaled is not None:
+            unscaled.check_not_propagated()
         if scale_wrt_gas:
             loss = loss / self.gradient_accumulation_steps()
         scaled = self._steps.scaler.scaled(loss)
@@ -268,6 +273,8 @@ class HarmonyEngine(nn.Module):
                 self._steps.open.note_backward_from_real()
                 with self._steps.context.step_gradients.receiving_scaled():
                     torch.autograd.backward(scaled, retain_graph=retain_graph)
+        if unscaled is not None:
+            unscaled.was_propagated = not retain_graph
         return loss.detach()
 
     @_disable_dynamo

@@ -30,13 +30,19 @@ _logger = logging.getLogger(__name__)
 GivenConfig = Mapping[str, Any] | str | Path
 
 
-def check_model(model: object, mpu: Any, mesh_param: Any) -> nn.Module:
+def check_model(args: Any, model: object, mpu: Any, mesh_param: Any) -> nn.Module:
     """Return `model` if it is a module, and no other parallelism than that of data is asked for.
 
     Raises:
-        ConfigError, TypeError: there is no model.
+        ConfigError: there is no model.
+        TypeError: `model` is something else, or the model was given as the first argument, which is `args`.
         UnsupportedError: `mpu` or `mesh_param` is given.
     """
+    if isinstance(args, nn.Module):
+        raise TypeError(
+            "the first argument of initialize is args, the program's arguments, as in DeepSpeed, and not the model "
+            f"({type(args).__name__}): call initialize(model=..., config=...)."
+        )
     if model is None:
         raise ConfigError("harmony_ds.initialize requires a model (deepspeed.initialize requires a model)")
     if not isinstance(model, nn.Module):

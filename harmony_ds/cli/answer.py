@@ -41,17 +41,24 @@ _LESS_ON_HOST: tuple[tuple[Mapping[str, object], str], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Lack:
-    """Shortage of device or host memory, with ways out of it: the one that costs least comes first."""
+    """Shortage of device or host memory, with ways out of it: the one that costs least comes first.
+
+    Attributes:
+        set_aside_bytes: of the device's memory, what is left to libraries and the allocator beside `budget_bytes`.
+    """
 
     what: str
     needed_bytes: int
     budget_bytes: int
     ways_out: tuple[str, ...]
+    set_aside_bytes: int = 0
 
     def __str__(self) -> str:
+        whole = self.budget_bytes + self.set_aside_bytes
+        aside = f" (of {amount(whole)}, {amount(self.set_aside_bytes)} are left to CUDA's libraries and the allocator)"
         return (
-            f"does not fit: {amount(self.needed_bytes)} of {self.what} are needed and {amount(self.budget_bytes)} may "
-            f"be used: {amount(self.needed_bytes - self.budget_bytes)} too many"
+            f"does not fit: {amount(self.needed_bytes)} of {self.what} are needed and {amount(self.budget_bytes)} may be "
+            f"used{aside if self.set_aside_bytes else ''}: {amount(self.needed_bytes - self.budget_bytes)} too many"
         )
 
 
@@ -150,7 +157,8 @@ def answer(
         ways = tuple(_ways_to_less_on_device(config, needed, budget, survey_of))
         if survey_with_nf4 is not None:
             ways = (*_quantizing_on_device(survey_with_nf4(config), needed), *ways)
-        return Answer(survey, None, lack=Lack("device memory", needed, budget, ways))
+        aside = (config.harmony.budget_bytes or survey.profile.machine.device_bytes or budget) - budget
+        return Answer(survey, None, lack=Lack("device memory", needed, budget, ways, max(0, aside)))
     lack = None
     if now.host_missing_bytes and host_bytes is not None:
         ways = tuple(_ways_to_less_on_host(now))
@@ -214,7 +222,7 @@ def _ways_to_less_on_host(now: Forecast) -> Iterator[str]:
         yield f"{setting}: {amount(saved_bytes[setting])} less, enough"
     for setting in others:
         yield f"{setting}: {amount(saved_bytes[setting])} less, not enough alone"
-    yield f"{amount(now.host_total_bytes)} of host memory"
+    yield f"a host with {amount(now.host_total_bytes)} of memory for it (--host-memory-gib)"
 
 
 def _settings_with_less_on_host(now: Forecast) -> Iterator[tuple[Mapping[str, object], str]]:
@@ -256,14 +264,17 @@ def _show(answer: Answer, note: str) -> None:
     policy, now, unit = survey.request.policy, answer.forecast, subject.unit
     parameters = sum(spec.numel for spec in survey.graph.parameters)
     print(f"{subject.name}, {parameters:,} parameters in {len(survey.graph.layers)} layers")
+    print(wrapped(_trained_text(survey)))
     print(wrapped(f"on {survey.profile.machine.name}{note}"))
     rows, steps = config.micro_batch, config.gradient_accumulation_steps
     each = "" if policy.devices == 1 else f" in each of {policy.devices} processes"
     driven = "" if policy.pipeline == 1 else f", through a pipeline of {policy.pipeline} devices"
     items = subject.items * steps * policy.devices
     batches = f"{counted(steps, 'micro-batch')} of {counted(rows, 'row')}"
-    print(f"{batches} in a step{each}{driven}: {items:,} {unit}\n")
+    long = f" of {subject.items // rows:,} tokens" if unit == "tokens" and not subject.items % rows else ""
+    print(f"{batches}{long} in a step{each}{driven}: {items:,} {unit}")
     if now is not None:
+        print()
         _show_forecast(now, unit)
     helpful = {what: rate for what, rate in answer.changes.items() if now is not None and _helps(rate, now)}
     if now is not None and helpful:
@@ -276,6 +287,27 @@ def _show(answer: Answer, note: str) -> None:
         print("\n" + wrapped(str(answer.lack)))
         for number, way in enumerate(answer.lack.ways_out, 1):
             print(wrapped(f"  ({number}) {way}", "      "))
+
+
+def _trained_text(survey: Survey) -> str:
+    """Say how many parameters are trained and how, and what the others are stored as."""
+    config, specs = survey.config, survey.graph.parameters
+    trained = sum(spec.numel for spec in specs if spec.trainable)
+    packed = [spec for spec in specs if spec.stored_bytes is not None]
+    quantized = sum(spec.numel for spec in packed)
+    plain = sum(spec.numel for spec in specs) - trained - quantized
+    dtype = str(config.compute_dtype).removeprefix("torch.")
+    optimizer = "the program's optimizer" if config.optimizer is None else config.optimizer.type
+    clipped = f", gradients clipped at {config.gradient_clipping:g}" if config.gradient_clipping else ""
+    parts = [f"{'all' if not plain + quantized else f'{trained:,}'} trained in {dtype} by {optimizer}{clipped}"]
+    if quantized:
+        nbytes = sum(spec.stored_bytes or 0 for spec in packed)
+        parts.append(f"{quantized:,} frozen and quantized ({amount(nbytes)})")
+    if plain:
+        parts.append(f"{plain:,} frozen in {dtype}")
+    if plain > quantized > 0:
+        parts.append("only the weights of linear layers (torch.nn.Linear) are quantized, which experts often are not")
+    return "; ".join(parts)
 
 
 def _helps(rate: float, now: Forecast) -> bool:

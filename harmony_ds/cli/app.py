@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -28,6 +29,8 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _run_command(args: argparse.Namespace) -> int:
+    for library in ("torchao", "torch.utils._pytree"):  # what they log when they are imported has to do with no command
+        logging.getLogger(library).setLevel(logging.ERROR)
     gc.disable()  # modules are no garbage, and torch is one of those imported here
     from harmony_ds.errors import HarmonyError
 

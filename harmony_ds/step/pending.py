@@ -26,7 +26,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from harmony_ds.errors import BatchError, UnsupportedError
+from harmony_ds.errors import BatchError, UnsupportedError, UsageError
 from harmony_ds.model.graph_cut import in_autograd_function, next_nodes, reachable_nodes, targets_of
 from harmony_ds.model.intercept import Autocast
 from harmony_ds.model.torch_functions import name_of
@@ -130,6 +130,7 @@ class Node:
         divisors: what the program has divided it by.
         shape_was_read: the program knows its shape.
         value: with its graph if the program has looked, else what is kept of it; what is written into it stays.
+        was_propagated: the program has propagated back from it, without retaining the graph.
         owner: the tensor that the program has, or had.
         memory: the same for tensors that may share theirs.
         number: in the order that nodes are made in; gradients add up in the same bits only if functions run in it.
@@ -147,9 +148,20 @@ class Node:
     divisors: frozenset[float] = frozenset()
     shape_was_read: bool = False
     value: Tensor | None = None
+    was_propagated: bool = False
     owner: Callable[[], PendingTensor | None] = lambda: None
     memory: object = field(default_factory=object)
     number: int = field(default_factory=itertools.count().__next__)
+
+    def check_not_propagated(self) -> None:
+        """Raise UsageError if the step is over, or autograd would miss the graph, which a first backward pass has freed."""
+        for source in self.sources:
+            source.check_not_propagated()
+        if self.was_propagated:
+            raise UsageError(
+                "Trying to backward through the graph a second time: backward() of this loss was called before, and its "
+                "gradients would count twice. Call it once, or with retain_graph=True the first time."
+            )
 
     @property
     def is_available(self) -> bool:
@@ -243,13 +255,13 @@ class PendingTensor(torch.Tensor):
     def backward(self, *args: Any, **kwargs: Any) -> None:
         """Note that the group has to propagate back from it; what is known already is propagated at once."""
         node = self.node
-        for source in node.sources:
-            source.check_not_propagated()
+        node.check_not_propagated()
         plain = not args and not any(kwargs.values()) and node.shape.numel() == 1 and node.requires_grad
         waits = plain and not any(source.has_run for source in node.sources)
         if waits and (node.is_separable or node.sources[0].share_loss(node.sources)):
             for source in node.sources:
                 source.backward(node)
+            node.was_propagated = True
         else:
             loss = node.materialize()
             for source in node.sources:

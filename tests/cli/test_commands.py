@@ -287,6 +287,17 @@ def test_a_batch_that_processes_do_not_divide_is_an_error(tiny: str, tmp_path: P
     assert "8 != 1 * 4 * 3" in found.stderr
 
 
+def test_an_answer_says_what_is_trained_and_how_and_what_is_frozen(tiny: str) -> None:
+    file = ("estimate", tiny, "--no-advice", "--sequence", "32")
+    whole = run(*file).stdout
+    assert "all trained in bfloat16 by AdamW, gradients clipped at 1" in whole
+    assert "of 1 row of 32 tokens in a step" in whole
+    adapted = " ".join(run(*file, "--lora", "2", "--base", "nf4").stdout.split())
+    data = run_json(*file, "--lora", "2", "--base", "nf4")
+    assert f"{data['trainable_parameters']:,} trained in bfloat16 by AdamW" in adapted
+    assert re.search(r"; [\d,]+ frozen and quantized \([\d.]+ [KM]iB\); [\d,]+ frozen in bfloat16", adapted)
+
+
 def test_the_sequence_is_the_models_longest(tiny: str) -> None:
     assert run_json("estimate", tiny, "--no-advice")["tokens_per_step"] == 64 * 16
 
@@ -298,6 +309,7 @@ def test_a_model_too_large_for_the_device_exits_with_3_and_names_ways_out(tiny: 
 
     assert found.exit_code == 3
     assert "does not fit" in found.stdout and "too many" in found.stdout
+    assert re.search(r"of\s512.0\sMiB,\s[\d.]+\sMiB\sare\sleft\sto\sCUDA's\slibraries", found.stdout)
     assert "--micro-batch" in found.stdout and "--device-memory-gib" in found.stdout
 
 

@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 
 import harmony_ds
-from harmony_ds import ConfigError
+from harmony_ds import ConfigError, ModelError
 from harmony_ds.config import Section, load_config
 from harmony_ds.config.optimizers import NOT_RUN, refuse_what_is_not_run
 
@@ -279,6 +279,20 @@ def adamw(**params: Any) -> dict[str, Any]:
 def test_an_argument_that_is_no_model_is_named(model: Any, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         harmony_ds.initialize(model=model, config=MICRO)
+
+
+def test_a_model_in_the_place_of_the_programs_arguments_is_named() -> None:
+    with pytest.raises(TypeError, match=r"the first argument of initialize is args, .* and not the model \(Net\)"):
+        harmony_ds.initialize(Net(), MICRO)  # type: ignore[arg-type]
+
+
+def test_an_engine_in_the_place_of_a_model_is_named() -> None:
+    engine, *_ = harmony_ds.initialize(model=Net(), config={**MICRO, **adamw()})
+    try:
+        with pytest.raises(ModelError, match="model is an engine already, of a Net"):
+            harmony_ds.initialize(model=engine, config=MICRO)
+    finally:
+        engine.destroy()
 
 
 def test_an_argument_that_is_no_config_is_named() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -125,3 +126,20 @@ def test_one_that_was_propagated_back_from_still_waits() -> None:
             loss.item()
         with pytest.raises(BatchError, match=r"still queued \(1\)"):
             engine.train_batch(BATCHES[1:])
+
+
+@pytest.mark.parametrize("propagate", ["engine", "loss", "both"])
+def test_a_loss_is_propagated_once_as_in_plain_pytorch_unless_its_graph_is_retained(propagate: str) -> None:
+    with engine_for(build_seeded(Picky), sgd, config_of(1)) as engine:
+        loss = engine(BATCHES[0])
+        first: Callable[[], object] = loss.backward if propagate == "loss" else partial(engine.backward, loss)
+        second: Callable[[], object] = partial(engine.backward, loss) if propagate == "engine" else loss.backward
+        first()
+        with pytest.raises(RuntimeError, match="Trying to backward through the graph a second time"):
+            second()
+        engine.step()
+        once = weights_of(engine)
+    with engine_for(build_seeded(Picky), sgd, config_of(1)) as engine:
+        engine.backward(engine(BATCHES[0]))
+        engine.step()
+        assert_same(weights_of(engine), once, bitwise=True)
