@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+from harmony_ds.config.status_log import say
+from harmony_ds.scheduler.grid import counted
+
 
 class ResumableLoader:
     """The loader that the engine made, with its attributes, and one pass at a time.
@@ -69,5 +72,10 @@ class ResumableLoader:
             raise ValueError(
                 f"{state['taken']} batches of the training data were taken, which {self._processes} processes cannot have "
                 "taken: resume with a number of processes that divides it, or load without the engine's own loader"
+            )
+        if taken:
+            say(
+                f"the loader of training_data goes on after {counted(taken, 'batch')} of its pass, as the saved run took: "
+                "a program that skips them by hand skips them twice"
             )
         self._began, self._taken, self._batches = state["began"], taken, None

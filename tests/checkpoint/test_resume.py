@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -287,7 +288,9 @@ def test_saving_changes_nothing_and_leaves_resident_packs_on_the_device(tmp_path
     assert resumed == losses
 
 
-def test_the_engines_own_loader_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_the_engines_own_loader_goes_on_where_it_was(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "harmony_ds.status")
+
     def batches_of(resumed: bool) -> list[list[float]]:
         torch.manual_seed(77 if resumed else 3)
         config = {
@@ -318,5 +321,7 @@ def test_the_engines_own_loader_goes_on_where_it_was(tmp_path: Path) -> None:
         return [*seen, [drawn]]
 
     straight_batches = batches_of(resumed=False)
+    assert "goes on after" not in caplog.text
     assert batches_of(resumed=True) == straight_batches[4:]
+    assert "the loader of training_data goes on after 4 batches of its pass, as the saved run took" in caplog.text
     assert len({tuple(batch) for batch in straight_batches[:6]}) == 6
