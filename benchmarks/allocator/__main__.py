@@ -26,7 +26,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.allocator.case import Case, Pools, answer_with_replanning
+from benchmarks.allocator.case import Case, answer_with_replanning
+from benchmarks.allocator.replay import Pools
 from benchmarks.allocator.table import write_table
 from benchmarks.common import GIB, quiet
 

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,48 +16,24 @@ import torch
 from torch import Tensor
 
 import harmony_ds
-from benchmarks.allocator.events import Allocated, Event, Freed, PoolFilled, StepBegun, TaskDone, Used
+from benchmarks.allocator.events import Event
 from benchmarks.allocator.recorder import RecordedDevice, Recorder
-from benchmarks.common import GIB, MIB
+from benchmarks.allocator.replay import STEPS, AllocatorReplay, Pools, replay
+from benchmarks.common import GIB
 from harmony_ds.config import load_config
 from harmony_ds.decomposer.graph import LayerGraph
-from harmony_ds.device.allocator_room import OTHER_POOLS_BYTES, SEGMENT_BYTES
-from harmony_ds.device.base import Stream
 from harmony_ds.estimate.survey import update_cost
 from harmony_ds.optim.host_optimizer import HostOptimizer
 from harmony_ds.optim.updater import GradientNorm, NormOptions
 from harmony_ds.profiling.hardware import Host, hardware_of
 from harmony_ds.profiling.roofline import on_meta
-from harmony_ds.scheduler.caching_allocator import Block, CachingAllocator, SimulatedOutOfMemoryError
 from harmony_ds.scheduler.costs import CostTable
 from harmony_ds.scheduler.plan import Plan
 
-STEPS = 3
-QUEUED = 1024
-"""After so many requests the device has passed what was issued before: CUDA queues about as many kernels, then the host
-waits.
-"""
 MOST_TIMES_REPLANNED = 4
 """The engine leaves at most an eighth of the budget free (harmony_ds/step/planner.py)."""
-WORKSPACES = (32 * MIB, 32 * MIB)
-"""cuBLAS's, of the engine's thread and of autograd's, on a GPU of compute capability 9.0."""
 HOST = Host("16 cores", 128, 1, 7000, 16, "42 GB/s of updates")
 """The host of the H200 that harmony_ds was measured on."""
-
-
-class Pools(Enum):
-    """Which allocations share a pool of the allocator."""
-
-    ENGINE = "engine"
-    """Those of one stream, as the engine allocates them: weights that are swapped in share compute's."""
-    WEIGHTS_APART = "weights-apart"
-    """The same, but weights that are swapped in have a pool of their own."""
-
-    def pool_of(self, event: Allocated) -> object:
-        """Return the stream that the allocator is to think an allocation is for."""
-        if self is Pools.WEIGHTS_APART and event.is_buffer:
-            return Stream.SWAP_IN
-        return event.stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +130,11 @@ def record(case: Case, times_replanned: int = 0) -> Recording:
     shape = AutoConfig.from_pretrained(case.model)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16).train()
-    config, recorder, chance = case.config(), Recorder(), random.Random(0)
+    budget_bytes = int(case.cap_gib * GIB)
+    recorder = Recorder(AllocatorReplay(budget_bytes, expandable=True, pools=Pools.ENGINE))
+    config, chance = case.config(), random.Random(0)
     with _without_updates(), on_meta(hardware.kernels()) as clock, recorder:
-        device = RecordedDevice(clock, int(case.cap_gib * GIB), recorder)
+        device = RecordedDevice(clock, budget_bytes, recorder)
         with recorder.aside():  # slabs and masters, in host memory
             engine, *_ = harmony_ds.initialize(model=model, config=config, device=device)
         engine._state.planner.profiler.machine = hardware.machine(update_cost(load_config(config)))
@@ -200,75 +177,6 @@ def _without_updates() -> Iterator[None]:
         patch.object(sys.modules["torch.optim.adam"], "_device_dtype_check_for_fused", nothing),
     ):
         yield
-
-
-@dataclass(frozen=True, slots=True)
-class Replayed:
-    """What the allocator has done in the third step.
-
-    Attributes:
-        failure: of whichever step was out of memory; empty: none was.
-        allocated_peak_bytes: the most in use, workspaces included.
-        reserved_peak_bytes: the most that was reserved.
-        retries: how often all that was free was given back.
-        host_waits: how often the host waited for a stream.
-        returned_bytes: what was given back, which then had to be taken from CUDA again.
-    """
-
-    failure: str
-    allocated_peak_bytes: int
-    reserved_peak_bytes: int
-    retries: int
-    host_waits: int
-    returned_bytes: int
-
-
-def replay(events: Sequence[Event], cap_bytes: int | None, expandable: bool, pools: Pools) -> Replayed:
-    """Replay what was recorded, in an allocator that may reserve `cap_bytes` (None: any number)."""
-    allocator = CachingAllocator(cap_bytes, expandable, event_delay=QUEUED)
-    workspaces = [allocator.malloc(nbytes, Stream.COMPUTE) for nbytes in WORKSPACES]
-    blocks: dict[int, Block] = {}
-    step, last_task, failure = -1, "no task", ""
-    for event in events:
-        match event:
-            case Allocated():
-                try:
-                    blocks[event.number] = allocator.malloc(event.nbytes, pools.pool_of(event))
-                except SimulatedOutOfMemoryError as error:
-                    failure = f"in step {step + 1}, after {last_task}: {error}"
-                    break
-            case Freed():
-                allocator.free(blocks.pop(event.number))
-            case Used():
-                allocator.record_stream(blocks[event.number], event.stream)
-            case PoolFilled():
-                if cap_bytes is not None and expandable:
-                    _fill_pool(allocator, cap_bytes - OTHER_POOLS_BYTES - event.upload_bytes)
-            case TaskDone():
-                last_task = event.task
-            case StepBegun():
-                step = event.step
-                if step < STEPS:
-                    allocator.stats.reset()
-    stats = allocator.stats
-    assert all(block.is_allocated for block in workspaces)
-    return Replayed(
-        failure,
-        stats.allocated_peak_bytes,
-        stats.reserved_peak_bytes,
-        stats.retries,
-        stats.host_waits,
-        stats.returned_bytes,
-    )
-
-
-def _fill_pool(allocator: CachingAllocator, most_bytes: int) -> None:
-    """Do what `CudaDevice.fill_pool` does."""
-    held: list[Block] = []
-    while (room := most_bytes - allocator.stats.reserved_bytes) >= SEGMENT_BYTES:
-        held.append(allocator.malloc(room, Stream.COMPUTE))
-    for block in held:
-        allocator.free(block)
 
 
 def answer(case: Case, recording: Recording, pools: Pools, expandable: bool) -> dict[str, Any]:

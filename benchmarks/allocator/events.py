@@ -25,6 +25,19 @@ class Allocated:
 
 
 @dataclass(slots=True)
+class Refused:
+    """A request of measuring that the allocator could not serve: it ends in an error, which the engine catches.
+
+    Attributes:
+        nbytes, stream, is_buffer: see `Allocated`.
+    """
+
+    nbytes: int
+    stream: Stream
+    is_buffer: bool
+
+
+@dataclass(slots=True)
 class Used:
     """Work of `stream` uses an allocation of another stream (`Tensor.record_stream`)."""
 
@@ -60,4 +73,4 @@ class StepBegun:
     step: int
 
 
-Event = Allocated | Used | Freed | PoolFilled | TaskDone | StepBegun
+Event = Allocated | Refused | Used | Freed | PoolFilled | TaskDone | StepBegun

@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.allocator.events import Allocated, Event, Freed, PoolFilled, StepBegun, TaskDone, Used
-from harmony_ds.device.base import Stream
+from benchmarks.allocator.events import Allocated, Event, Freed, PoolFilled, Refused, StepBegun, TaskDone, Used
+from benchmarks.allocator.replay import AllocatorReplay
+from harmony_ds.device.base import MemoryProbe, Stream
 from harmony_ds.device.kernel_scratch import scratch_bytes
 from harmony_ds.device.live_bytes import EagerDispatchMode, tensors_among
 from harmony_ds.device.meta import MetaDevice
@@ -40,9 +41,12 @@ class Recorder(EagerDispatchMode):
         events: what has happened so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, allocator: AllocatorReplay) -> None:
+        """Follow in `allocator` what is recorded: what measuring asks of it and it cannot serve is refused."""
         super().__init__()
         self.events: list[Event] = []
+        self._allocator = allocator
+        self._is_measuring = False
         self._stream = Stream.COMPUTE
         self._makes_buffer = False
         self._is_aside = False
@@ -77,20 +81,36 @@ class Recorder(EagerDispatchMode):
         finally:
             self._is_aside = before
 
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Raise torch.OutOfMemoryError while open where the allocator cannot serve a request, as a GPU does.
+
+        In a step, where that must not happen, `AllocatorReplay.failure` says so, and the engine goes on.
+        """
+        self._is_measuring = True
+        try:
+            yield
+        finally:
+            self._is_measuring = False
+
+    def _note(self, event: Event) -> None:
+        self.events.append(event)
+        self._allocator.play(event)
+
     def record_use(self, tensor: Tensor, stream: Stream) -> None:
         number = self._number_of(tensor)
         if number is not None:
-            self.events.append(Used(number, stream))
+            self._note(Used(number, stream))
 
     def fill_pool(self, upload_bytes: int) -> None:
-        self.events.append(PoolFilled(upload_bytes))
+        self._note(PoolFilled(upload_bytes))
 
     def begin_step(self, step: int) -> None:
-        self.events.append(StepBegun(step))
+        self._note(StepBegun(step))
 
     def end_task(self, done: int, total: int, task: Task) -> None:
         """Note that a task is done; a callback of `Executor.on_progress`."""
-        self.events.append(TaskDone(f"task {done} of {total}, {task}"))
+        self._note(TaskDone(f"task {done} of {total}, {task}"))
 
     # ---- operations
 
@@ -120,7 +140,7 @@ class Recorder(EagerDispatchMode):
         nbytes = scratch_bytes(func, args)
         if nbytes:
             number = self._allocate(nbytes)
-            self.events.append(Freed(number))
+            self._note(Freed(number))
         return result
 
     def _number_of(self, tensor: Tensor) -> int | None:
@@ -137,13 +157,17 @@ class Recorder(EagerDispatchMode):
 
         def end(_: object) -> None:
             del self._known[key]
-            self.events.append(Freed(number))
+            self._note(Freed(number))
 
         self._known[key] = weakref.ref(storage, end), number
 
     def _allocate(self, nbytes: int) -> int:
+        request = Refused(nbytes, self._stream, self._makes_buffer)
+        if self._is_measuring and not self._allocator.serves(request):
+            self.events.append(request)
+            raise torch.OutOfMemoryError(f"{nbytes} bytes were asked for while measuring.")
         self._count += 1
-        self.events.append(Allocated(self._count, nbytes, self._stream, self._makes_buffer))
+        self._note(Allocated(self._count, nbytes, self._stream, self._makes_buffer))
         return self._count
 
 
@@ -178,8 +202,29 @@ class RecordedDevice(MetaDevice):
         with self._recorder.on(Stream.UPLOAD):
             return super()._copy_in(tensor)
 
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Raise torch.OutOfMemoryError while open where the allocator cannot serve a request, as a GPU does.
+
+        In a step, where that must not happen, `AllocatorReplay.failure` says so, and the engine goes on.
+        """
+        self._is_measuring = True
+        try:
+            yield
+        finally:
+            self._is_measuring = False
+
+    def _note(self, event: Event) -> None:
+        self.events.append(event)
+        self._allocator.play(event)
+
     def record_use(self, tensor: Tensor) -> None:
         self._recorder.record_use(tensor, Stream.COMPUTE)
 
     def fill_pool(self, upload_bytes: int) -> None:
         self._recorder.fill_pool(upload_bytes)
+
+    @contextmanager
+    def probe(self) -> Iterator[MemoryProbe]:
+        with super().probe() as probe, self._recorder.measuring():
+            yield probe

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.allocator.case import Case, Pools, answer_with_replanning
+from benchmarks.allocator.case import Case, answer_with_replanning
+from benchmarks.allocator.replay import Pools
 from benchmarks.common import GIB, ROOT, put_table, write_results
 
 DOCUMENT = ROOT / "docs" / "memory.md"

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.allocator.case import STEPS, WORKSPACES, Case, Pools, Recording, answer, record, replay
-from benchmarks.allocator.events import Allocated, Event, Freed, PoolFilled, StepBegun, TaskDone, Used
+from benchmarks.allocator.case import Case, Recording, answer, record
+from benchmarks.allocator.events import Allocated, Event, Freed, PoolFilled, Refused, StepBegun, TaskDone, Used
+from benchmarks.allocator.replay import STEPS, WORKSPACES, Pools, replay
 from harmony_ds.device.base import Stream
 from harmony_ds.scheduler.caching_allocator import CachingAllocator
 from harmony_ds.scheduler.replay import Replay
@@ -143,3 +144,14 @@ def test_only_the_third_step_is_counted() -> None:
     ]
     found = replay(events, 500 * MIB, expandable=True, pools=Pools.ENGINE)
     assert (found.failure, found.retries, found.returned_bytes) == ("", 0, 0)
+
+
+def test_what_does_not_fit_while_it_is_measured_is_cut_as_on_a_gpu() -> None:
+    harmony = {"pack_layers": 4, "residency": "off", "stash": "host", "tokens": "off"}
+    case = Case(MODEL, rows=32, accumulation=2, sequence=1024, cap_gib=0.5, harmony=harmony)
+    found = record(case)
+    assert any(isinstance(event, Refused) for event in found.events)
+    assert 0 < found.plan.policy.backward_rows < 32
+    answered = answer(case, found, Pools.ENGINE, expandable=True)
+    assert not answered["out_of_memory"]
+    assert answered["reserved_peak_bytes"] <= answered["budget_bytes"]
