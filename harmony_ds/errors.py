@@ -82,14 +82,18 @@ class DoesNotFitError(HarmonyError, torch.OutOfMemoryError):
     Nothing has been changed, and the engine holds nothing on the device but the model's buffers: train on a smaller
     micro-batch, or destroy the engine and build another one. If memory ran out while the model was measured, that error is
     the `__cause__`. It is a torch.OutOfMemoryError for loops that split a batch that is too large.
+
+    Attributes:
+        least_budget_bytes: the device memory budget that would do for the smallest plan that was tried; None: not known.
     """
 
-    def __init__(self, message: str) -> None:
+    def __init__(self, message: str, least_budget_bytes: int | None = None) -> None:
         # accelerate's `find_executable_batch_size` knows by these words that a smaller batch may fit.
         known = (
             message if " out of memory." in message else f"{message.rstrip('.')}. The device would run out of memory."
         )
         super().__init__(known)
+        self.least_budget_bytes = least_budget_bytes
 
 
 class HostMemoryError(HarmonyError):

@@ -325,7 +325,9 @@ def _survey_that_fits(
         request = planner.request(graph, config.gradient_accumulation_steps, planner.sizes.wanted or WHOLE)
         peak_bytes = _smallest_peak_bytes(graph, costs, element, request, state.device.copies_overlap)
         if request.budget_bytes is not None and peak_bytes > request.budget_bytes:
-            raise DoesNotFitError(f"the smallest plan takes {peak_bytes:,} bytes of {request.budget}.")
+            raise DoesNotFitError(
+                f"the smallest plan takes {peak_bytes:,} bytes of {request.budget}.", peak_bytes + request.beside_bytes
+            )
 
     found = _survey_as_cut(state, subject, config, sample, chooses_sizes, check_bytes)
     check_bytes(found.costs)

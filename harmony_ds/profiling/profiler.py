@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import torch
@@ -217,22 +217,39 @@ class Profiler:
         """Find out, once for each mode of the model, which layers can be cut, and log the others."""
         if sample.modes in self._probed_modes:
             return
-        self._probed_modes.add(sample.modes)
-        few, more = (2, 3) if sample.rows > 2 else (1, 2)
+        pairs = ((2, 3), (1, 2)) if sample.rows > 2 else ((1, 2),)
         logged = self._row_probe.found[1]
         for alike in sample.masked_alike():
-            if not any(self._takes_few_rows(reading, (few, more)) for reading in alike.readings()):
+            if not self._probe_few(alike, pairs):
                 self._probed_calls = self._measure(sample, WHOLE).calls
         for layer, reason in self._row_probe.found[1].items():
             if reason and layer not in logged:
                 _logger.warning("layer %s runs with whole micro-batches: %s", self._layers[layer].name, reason)
+        self._probed_modes.add(sample.modes)  # not where memory ran out: with smaller tiles the few rows may fit
+
+    def _probe_few(self, sample: Sample, pairs: Sequence[tuple[int, int]]) -> bool:
+        """Probe the first rows of `sample`, of `pairs` the first that the device holds; return whether the model takes so
+        few.
+        """
+        for rows in pairs:
+            with suppress(torch.OutOfMemoryError):
+                return any(self._takes_few_rows(reading, rows) for reading in sample.readings())
+            self._runtime.stash.order_streams()
+        return False
 
     def _takes_few_rows(self, sample: Sample, rows: tuple[int, int]) -> bool:
-        """Probe the first rows of `sample`; return whether the model takes so few."""
+        """Probe the first rows of `sample`; return whether the model takes so few.
+
+        Raises:
+            torch.OutOfMemoryError: the device does not hold them.
+        """
         try:
             # What the first look at a model finds (parameters between layers, inputs that are changed) comes first.
             self._probed_calls = self._measure(sample.few(rows[1]), WHOLE).calls
             self._row_probe.probe(sample, rows, self.unlayered)
+        except torch.OutOfMemoryError as error:
+            release_frames(error)
+            raise
         except Exception as error:  # noqa: BLE001 - if the model raises it with all rows, too, it surfaces later
             _logger.warning("the model does not take %d rows of a micro-batch, to find them: %r", rows[1], error)
             self._runtime.stash.order_streams()
@@ -294,6 +311,9 @@ class Profiler:
         try:
             with self._progress.measuring(len(self._layers)):
                 yield
+        except DoesNotFitError:  # it says already what does not fit
+            self._runtime.stash.order_streams()
+            raise
         except torch.OutOfMemoryError as error:
             self._runtime.stash.order_streams()
             message = _explanation(device, before, error)

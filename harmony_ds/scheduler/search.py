@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
@@ -141,7 +141,9 @@ def _search_all_ways(
     Empty where it is the host's room that is too small. Raises DoesNotFitError where it is the device's.
     """
     found: list[tuple[Choice, ...]] = []
-    failures: list[str] = []  # not the errors: one that a frame holds, whose traceback holds the frame, is a cycle
+    # Budgets that would do, with messages. Not the errors: one that a frame holds, whose traceback holds the frame, is a
+    # cycle.
+    failures: list[tuple[int, str]] = []
     for way in among_devices(request, machine):
         packer = Packer(graph, costs, element, way.policy)
         one = _Search(costs, machine, packer, way, top)
@@ -158,14 +160,26 @@ def _search_all_ways(
             found.append(choices)
         elif request.host_bytes is None:
             smallest = min((attempt.smallest_plan for attempt in tried), key=_peak_of)
-            failures.append(explain(smallest, way, graph, costs))
+            failures.append((smallest.peak_bytes + way.beside_bytes, explain(smallest, way, graph, costs)))
     if not found:
         if failures:
-            raise DoesNotFitError(failures[-1])
+            least_budget_bytes, message = min(failures)
+            raise DoesNotFitError(message, least_budget_bytes)
         return ()
     best = min(found, key=lambda choices: choices[0].prediction.step_ms)
     others = [choices[0] for choices in found if choices is not best]
     return (*best[: max(1, top - len(others))], *others)[:top]
+
+
+def smallest_failure(failures: Sequence[DoesNotFitError]) -> DoesNotFitError:
+    """Return the one of `failures` that the smallest budget would mend; the first one, if that is known of none."""
+    known = [error for error in failures if error.least_budget_bytes is not None]
+    return min(known, key=_least_budget_bytes) if known else failures[0]
+
+
+def _least_budget_bytes(error: DoesNotFitError) -> int:
+    assert error.least_budget_bytes is not None
+    return error.least_budget_bytes
 
 
 def _faster(choices: tuple[Choice, ...], others: tuple[Choice, ...]) -> tuple[Choice, ...]:

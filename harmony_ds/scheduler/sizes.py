@@ -13,7 +13,7 @@ from harmony_ds.errors import DoesNotFitError
 from harmony_ds.scheduler.costs import CostTable
 from harmony_ds.scheduler.plan import Policy
 from harmony_ds.scheduler.profile import Profile
-from harmony_ds.scheduler.search import Choice, time_rank
+from harmony_ds.scheduler.search import Choice, smallest_failure, time_rank
 
 _GAIN = 0.99
 """A larger size is tried only if its time is below this share of the time of the smaller ones."""
@@ -119,7 +119,7 @@ def rank_sizes(profile: Profile, rows: int, choose: Callable[[CostTable, Sizes],
     """
     found: list[tuple[tuple[int, int, Sizes], Sizes]] = []
     best_ms = float("inf")
-    failure: DoesNotFitError | None = None
+    failures: list[DoesNotFitError] = []
     for bound_ms, sizes in _promising(profile, rows):
         if bound_ms > best_ms:
             break
@@ -128,10 +128,9 @@ def rank_sizes(profile: Profile, rows: int, choose: Callable[[CostTable, Sizes],
             best_ms = min(best_ms, prediction.step_ms)
             found.append(((time_rank(prediction.step_ms), prediction.swaps.total, sizes), sizes))
         except DoesNotFitError as error:
-            failure = error.with_traceback(None)  # which holds this frame
+            failures.append(error.with_traceback(None))  # which holds this frame
     if not found:
-        assert failure is not None
-        raise failure
+        raise smallest_failure(failures)
     return [sizes for _, sizes in sorted(found)]
 
 

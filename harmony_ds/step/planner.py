@@ -34,7 +34,7 @@ from harmony_ds.scheduler.allocator_fit import (
 )
 from harmony_ds.scheduler.choose import PlanRequest
 from harmony_ds.scheduler.costs import CostTable
-from harmony_ds.scheduler.grid import amount, counted
+from harmony_ds.scheduler.grid import amount, counted, gib_number
 from harmony_ds.scheduler.joining import Advice, JoinedCosts, advise
 from harmony_ds.scheduler.packing import ElementBytes
 from harmony_ds.scheduler.plan import Plan, Policy
@@ -42,7 +42,7 @@ from harmony_ds.scheduler.profile import Machine
 from harmony_ds.scheduler.resident import why_not_resident
 from harmony_ds.scheduler.rows import WHOLE_CALLS
 from harmony_ds.scheduler.saved import adopt
-from harmony_ds.scheduler.search import Choice, search
+from harmony_ds.scheduler.search import Choice, search, smallest_failure
 from harmony_ds.scheduler.sizes import WHOLE, SizedCosts, Sizes
 from harmony_ds.scheduler.tiles import Tiles, head_takes_most
 from harmony_ds.step.call_sizes import CallSizes
@@ -92,6 +92,26 @@ class _Tried(Generic[_Found]):
         """Return what was found."""
         assert self.found is not None
         return self.found
+
+
+TryNow = Callable[[], _Tried[_Found]]
+"""Make an attempt with the layer calls as they are cut now."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """An attempt that has found nothing: how layer calls were cut, the same for people, and its error."""
+
+    cuts: tuple[Sizes | None, bool]
+    tiles: Tiles
+    words: str
+    error: DoesNotFitError
+
+    @property
+    def needs(self) -> str:
+        """The budget that would do."""
+        nbytes = self.error.least_budget_bytes
+        return "it could not be measured" if nbytes is None else f"{nbytes:,} bytes ({gib_number(nbytes)} GiB)"
 
 
 def _tried(attempt: Attempt[_Found]) -> _Tried[_Found]:
@@ -236,34 +256,64 @@ class Planner:
         all that is between layers on the host.
 
         Raises:
-            DoesNotFitError: the first attempt's, where none fits. Layer calls stay as the last one had them.
+            DoesNotFitError: none fits. The error is that of the attempt that needs least, and lists the others; layer calls
+                stay as that attempt had them.
         """
+        failures: list[_Failure] = []
+
+        def try_now() -> _Tried[_Found]:
+            tried = _tried(attempt)
+            if tried.failure is not None:
+                failures.append(_Failure(self._cuts_now, self.tiles, self._cuts_in_words(), tried.failure))
+            return tried
+
+        found = self._try_cuts(sample, try_now)
+        if found is not None:
+            return found
+        raise self._least_cut_error(failures)
+
+    def _least_cut_error(self, failures: Sequence[_Failure]) -> DoesNotFitError:
+        """Cut layer calls as the attempt did that needs least, and return its error with what others need."""
+        error = smallest_failure([failure.error for failure in failures])
+        least = next(failure for failure in failures if failure.error is error)
+        self.cut_into(least.tiles)
+        self._slice(*least.cuts)
+        if len(failures) == 1:
+            return error
+        tried = "; ".join(f"{failure.words}: {failure.needs}" for failure in failures)
+        whole = DoesNotFitError(
+            f"{error} That is with {least.words}. Tried, and the budget that each needs: {tried}.",
+            error.least_budget_bytes,
+        )
+        whole.__cause__ = error.__cause__
+        return whole
+
+    def _try_cuts(self, sample: Sample, try_now: TryNow[_Found]) -> _Found | None:
+        """Return what is found with the fewest cuts, in the order of `with_fewest_cuts`; None: nothing fits."""
         whole = self._cuts_now
-        first = _tried(attempt)
+        first = try_now()
         if first.failure is None:
             return first.result()
         if first.costs is None or not head_takes_most(first.costs):  # the loss is over all rows
-            found = self._with_fewest_slices(sample, attempt, first.costs)
+            found = self._with_fewest_slices(sample, try_now, first.costs)
             if found is not None:
                 return found
             self._slice(*whole)
         costs = first.costs
         while (tiles := self.smaller_tiles(sample, costs)) is not None:
             self.cut_into(tiles)
-            tried = _tried(attempt)
+            tried = try_now()
             if tried.failure is None:
                 return tried.result()
             costs = tried.costs
         if self.tiles.cut:
-            found = self._with_fewest_slices(sample, attempt)
+            found = self._with_fewest_slices(sample, try_now)
             if found is not None:
                 return found
         if self._may_take_slices_from_host:
             self._slice(WHOLE, slices_from_host=True)
-            found = self._with_fewest_slices(sample, attempt, first.costs)
-            if found is not None:
-                return found
-        raise first.failure
+            return self._with_fewest_slices(sample, try_now, first.costs)
+        return None
 
     @property
     def cut_sizes(self) -> CutSizes:
@@ -274,6 +324,17 @@ class Planner:
     def _cuts_now(self) -> tuple[Sizes | None, bool]:
         """Rows of layer calls, and whether slices take theirs from the host."""
         return self.sizes.wanted, self._slices_from_host
+
+    def _cuts_in_words(self) -> str:
+        """Return how layer calls are cut now, for people."""
+        sizes, parts = self.sizes.wanted or WHOLE, []
+        if sizes.cut:
+            parts.append(
+                f"slices of {counted(sizes.backward, 'row')}" + (" from the host" if self._slices_from_host else "")
+            )
+        if self.tiles.cut:
+            parts.append(str(self.tiles))
+        return ", ".join(parts) or "whole micro-batches"
 
     @property
     def may_cut(self) -> bool:
@@ -294,9 +355,9 @@ class Planner:
         return self._may_slice and settings.stash != "device" and settings.grouping and self._runtime.device.count == 1
 
     def _with_fewest_slices(
-        self, sample: Sample, attempt: Attempt[_Found], of_whole: CostTable | None = None
+        self, sample: Sample, try_now: TryNow[_Found], of_whole: CostTable | None = None
     ) -> _Found | None:
-        """Return what `attempt` finds with the largest slices of rows that fit; None: none fits.
+        """Return what `try_now` finds with the largest slices of rows that fit; None: none fits.
 
         Args:
             of_whole: costs of calls that are not cut. Slices whose share of these is more than the budget are not tried.
@@ -315,7 +376,7 @@ class Planner:
             if size > 1 and whole_bytes * size > room_bytes * rows:
                 continue
             self._slice(Sizes(size, size), self._slices_from_host)
-            tried = _tried(attempt)
+            tried = try_now()
             if tried.failure is None:
                 return tried.result()
             if not self._runtime.world.any("cut into slices", self.profiler.rows(Sizes(size, size)).cuts):
@@ -412,7 +473,7 @@ class Planner:
 
     def _plan_with(self, sample: Sample, tried: list[CostTable]) -> tuple[int, ...]:
         """Plan with the first costs with which anything fits; add all that are tried to `tried`."""
-        failure: DoesNotFitError | None = None
+        failures: list[DoesNotFitError] = []
         before, plan = self._sized, self.plan or self._saved
         for measured in self.sizes.measured(sample, WHOLE if plan is None else Sizes.from_policy(plan.policy)):
             sized = measured.with_margin(self._margin_bytes) if before is None else measured.after(before)
@@ -427,7 +488,7 @@ class Planner:
             try:
                 choices = self._choose(graph, table, self._group_size, sized.sizes)
             except DoesNotFitError as error:
-                failure = error.with_traceback(None)  # which holds this frame, and the sample
+                failures.append(error.with_traceback(None))  # which holds this frame, and the sample
                 continue
             moved = positions_of(self.graph.calls, table.calls)
             if before is not None and before.sizes.joined_count != sized.sizes.joined_count:
@@ -437,8 +498,7 @@ class Planner:
             if before is None:
                 self.advice = self._advise(graph, table, sample.rows)
             return moved
-        assert failure is not None
-        raise failure
+        raise smallest_failure(failures)
 
     def _advise(self, graph: LayerGraph, costs: CostTable, rows: int) -> Advice | None:
         """Return joined calls that would be much faster than the plan, and log them, once for all processes."""

@@ -16,6 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds.errors import DoesNotFitError
+from harmony_ds.profiling.measurement import Measurement
+from harmony_ds.profiling.row_probe import RowProbe
+from harmony_ds.profiling.sample import Sample
+from harmony_ds.scheduler.costs import CostTable
 from tests.cover import spread
 from tests.engine.drive import EVERY_FAMILY, adamw, config_of, engine_for, family, loop, means_of, seed_of, train_groups
 from tests.families import Batch, Family
@@ -204,6 +208,47 @@ def test_auto_takes_slices_where_whole_micro_batches_do_not_fit() -> None:
         assert 0 < engine.plan.policy.backward_rows < 16
         assert engine.memory_report().device_peak_bytes <= small + 2000
         assert_close(gradients_in(engine.optimizer, model), expected)
+
+
+def test_where_three_rows_do_not_fit_two_show_which_layers_can_be_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[tuple[int, int]] = []
+    own_probe = RowProbe.probe
+
+    def probe(self: RowProbe, sample: Sample, rows: tuple[int, int], unlayered: tuple[str, ...]) -> None:
+        tried.append(rows)
+        if rows[1] == 3:
+            raise torch.OutOfMemoryError("three rows do not fit.")
+        own_probe(self, sample, rows, unlayered)
+
+    monkeypatch.setattr(RowProbe, "probe", probe)
+    with engine_for(LLAMA.build(0.0), summing, config_of(1, harmony=slices(2, 2))) as engine:
+        train_groups(engine, [group_of(LLAMA, (6,))])
+        assert tried[:2] == [(2, 3), (1, 2)]
+        assert engine._state.planner.rows.cuts
+
+
+def test_rows_that_could_not_be_found_for_want_of_memory_are_looked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with smaller tiles of tokens; until then, nothing fits."""
+    own_probe, own_measure, is_short = RowProbe.probe, Measurement.measure, True
+
+    def probe(self: RowProbe, *args: Any) -> None:
+        if is_short:
+            raise torch.OutOfMemoryError("few rows do not fit.")
+        own_probe(self, *args)
+
+    def measure(self: Measurement, sample: Sample) -> CostTable:
+        if is_short and sample.rows > 3:
+            raise torch.OutOfMemoryError("all rows do not fit.")
+        return own_measure(self, sample)
+
+    monkeypatch.setattr(RowProbe, "probe", probe)
+    monkeypatch.setattr(Measurement, "measure", measure)
+    with engine_for(LLAMA.build(0.0), summing, config_of(1, harmony=slices(2, 2))) as engine:
+        with pytest.raises(DoesNotFitError):
+            train_groups(engine, [group_of(LLAMA, (6,))])
+        is_short = False
+        train_groups(engine, [group_of(LLAMA, (6,))])
+        assert engine._state.planner.rows.cuts
 
 
 def test_a_micro_batch_size_of_auto_is_a_whole_batch_in_slices() -> None:
