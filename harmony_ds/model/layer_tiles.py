@@ -84,8 +84,9 @@ class LayerTiles:
         self.size = 0
         self.parts_to_run = parts_to_run
         self.unread = _NONE_UNREAD
-        self._known: dict[object, TiledCall] = {}
-        self._refused: dict[tuple[nn.Module, bool], str] = {}  # also by whether it trains
+        self._known: dict[object, TiledCall | None] = {}  # None: it runs whole
+        self._refused: dict[tuple[nn.Module, bool], str] = {}  # also by whether it trains; all calls of these run whole
+        self._tiled: set[tuple[nn.Module, bool]] = set()  # modules of which some calls run in tiles
         self._held: dict[int, object] = {}  # by whose ids calls are known
         self._inside = False  # a tile, or a proof, runs
         self._gather: Callable[[], None] = _nothing
@@ -94,7 +95,7 @@ class LayerTiles:
     @property
     def cut(self) -> list[TiledCall]:
         """The kinds of calls that have been cut."""
-        return [*self._known.values()]
+        return [tiled for tiled in self._known.values() if tiled is not None]
 
     @property
     def refused(self) -> dict[str, str]:
@@ -164,9 +165,9 @@ class LayerTiles:
         if not dims:
             return None
         key = self._key(call)
-        known = self._known.get(key)
-        if known is not None:
-            return known
+        if key in self._known:
+            return self._known[key]
+        mode = call.module, call.module.training
         before, self._inside = self._inside, True
         refusal = ""
         try:
@@ -184,11 +185,15 @@ class LayerTiles:
                 except TokensMixedError as error:
                     refusal = refusal or str(error.with_traceback(None))  # whose frames keep the call
                     continue
-                self._known[key] = TiledCall(proof, lengths)
-                return self._known[key]
+                tiled = self._known[key] = TiledCall(proof, lengths)
+                self._tiled.add(mode)
+                return tiled
         finally:
             self._inside = before
-        self._refused[call.module, call.module.training] = refusal
+        if mode in self._tiled:  # a recomputation of its other calls has to run as they did
+            self._known[key] = None
+        else:
+            self._refused[mode] = refusal
         return None
 
     def _key(self, call: ModuleCall) -> object:

@@ -283,6 +283,48 @@ INPUTS: list[StorageWeakRef] = []
 LEFT: list[int] = []
 
 
+class MayMix(nn.Module):
+    """A perceptron whose tokens look at each other in some of its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor, mixes: bool) -> Tensor:
+        if not mixes and type(hidden) is Tensor:  # no proof's
+            RUNS.append(hidden.shape[1])
+        wide = torch.tanh(self.up(hidden))
+        made: Tensor = self.down(wide.cumsum(1) / 4 if mixes else wide)
+        return made
+
+
+class OfTwoKinds(nn.Module):
+    """Two calls of one module, of which the second cannot run in tiles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = MayMix()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = hidden + self.mlp(hidden, mixes=False)
+        return hidden + self.mlp(hidden, mixes=True)
+
+
+def test_a_call_that_runs_in_tiles_does_so_after_another_call_of_its_module_could_not() -> None:
+    """Else it would run whole when its layer is recomputed, and take more memory than when it was measured."""
+    plain, model = net(OfTwoKinds), net(OfTwoKinds)
+    RUNS.clear()
+    expected = loop_plainly(plain, batches(2), 1, loss_of)
+    RUNS.clear()
+    with engine_for(model, sgd, config_of(1, harmony={"pack_layers": 1, "residency": "off"})) as engine:
+        tiles = in_tiles(engine)
+        losses, _ = loop_with(engine, batches(2), loss_of)
+        assert tiles.cut
+    assert {*RUNS} == {6}
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert_close(model, plain)
+
+
 class Remembering(Perceptron):
     """Counts the inputs of earlier calls that are still there."""
 
