@@ -174,6 +174,10 @@ class Device(ABC):
     def set_current(self) -> None:  # noqa: B027 - only CUDA has a current device
         """Make this device and its compute stream current on the calling thread."""
 
+    def allocations(self) -> tuple[int, ...]:
+        """Return `allocated_bytes` of each device of a group."""
+        return (self.allocated_bytes(),)
+
     def peaks(self) -> tuple[int, ...]:
         """Return `peak_bytes` of each device of a group."""
         return (self.peak_bytes(),)

@@ -145,6 +145,9 @@ class DeviceGroup(Device):
         retries = {member.torch_device: member.allocator_retries() for member in self.members}
         return sum(retries.values())
 
+    def allocations(self) -> tuple[int, ...]:
+        return tuple(member.allocated_bytes() for member in self.members)
+
     def peaks(self) -> tuple[int, ...]:
         return tuple(member.peak_bytes() for member in self.members)
 

@@ -98,6 +98,10 @@ TryNow = Callable[[], _Tried[_Found]]
 """Make an attempt with the layer calls as they are cut now."""
 
 
+class _ShortOfRoomError(DoesNotFitError):
+    """A plan fits the budget, but not with the pieces of memory that serve none of its requests."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Failure:
     """An attempt that has found nothing: how layer calls were cut, the same for people, and its error."""
@@ -159,6 +163,7 @@ class Planner:
         self._upload_bytes = 0  # of the budget: for inputs, in a pool of their own
         self._smallest_ratio = 1.0  # elements of the smallest micro-batch / elements of the largest that was measured
         self._check_allocator = False  # whether the plan was found before that was known
+        self._cuts_for_room = False  # whether layer calls are cut further where the allocator could not serve a plan
         self._may_leave_free = saved is None  # whether a plan may fit beside more of it
         self._margin_bytes = 0  # that steps have taken beside what was planned
         self._before_bytes: int | None = None  # on the device when the first plan was made
@@ -225,7 +230,7 @@ class Planner:
             DoesNotFitError: no plan fits, or not even one layer at a time.
         """
         if self._before_bytes is None:
-            self._before_bytes = unplanned_bytes(self._runtime)
+            self._before_bytes = max(unplanned_bytes(self._runtime))
             self._host_bytes = host_room_bytes(self._runtime)
         moved = self._plan_that_fits(sample)
         shapes = shapes_of((sample.inputs, sample.inputs_beside))
@@ -251,6 +256,9 @@ class Planner:
     def with_fewest_cuts(self, sample: Sample, attempt: Attempt[_Found]) -> _Found:
         """Return what `attempt` finds with layer calls that are cut no further than it takes, where the ds_config allows.
 
+        They are cut where no plan fits, or none that the device's allocator can serve without giving memory back in each
+        step.
+
         Rows come first: slices of half of them, a quarter, and so on; but not where the last layer and the loss, which is
         over all rows, take most. Then tiles of tokens, beside whole rows and, last, beside slices; then slices again, with
         all that is between layers on the host.
@@ -267,17 +275,29 @@ class Planner:
                 failures.append(_Failure(self._cuts_now, self.tiles, self._cuts_in_words(), tried.failure))
             return tried
 
-        found = self._try_cuts(sample, try_now)
+        self._cuts_for_room = self.may_cut
+        try:
+            found = self._try_cuts(sample, try_now)
+        finally:
+            self._cuts_for_room = False
         if found is not None:
             return found
-        raise self._least_cut_error(failures)
+        short = next((failure for failure in failures if isinstance(failure.error, _ShortOfRoomError)), None)
+        if short is None:
+            raise self._least_cut_error(failures)
+        self._cut_as(short)
+        return attempt([])  # a step that has to wait for memory is better than none
+
+    def _cut_as(self, failure: _Failure) -> None:
+        """Cut layer calls as an attempt did."""
+        self.cut_into(failure.tiles)
+        self._slice(*failure.cuts)
 
     def _least_cut_error(self, failures: Sequence[_Failure]) -> DoesNotFitError:
         """Cut layer calls as the attempt did that needs least, and return its error with what others need."""
         error = smallest_failure([failure.error for failure in failures])
         least = next(failure for failure in failures if failure.error is error)
-        self.cut_into(least.tiles)
-        self._slice(*least.cuts)
+        self._cut_as(least)
         if len(failures) == 1:
             return error
         tried = "; ".join(f"{failure.words}: {failure.needs}" for failure in failures)
@@ -553,10 +573,11 @@ class Planner:
                 self._upload_bytes = less.beside_bytes - whole.beside_bytes
                 return self._tell_of_allocator(fitting.choices, less, costs)
         choices = self._search(graph, costs, request)
+        choices = self._tell_of_allocator(choices, beside_uploads(request, costs), costs)
         if thorough and fragment_bytes + self._left_free_bytes:  # it takes all of the budget
             self._fragment_bytes = self._upload_bytes = self._left_free_bytes = 0
             self._may_leave_free = False
-        return self._tell_of_allocator(choices, beside_uploads(request, costs), costs)
+        return choices
 
     def _tell_of_allocator(
         self, choices: tuple[Choice, ...], request: PlanRequest, costs: CostTable
@@ -564,12 +585,17 @@ class Planner:
         """Return the choices, the first one, which is to run, with what the allocator has to reserve for its plan.
 
         Warn if the budget is too small for that.
+
+        Raises:
+            _ShortOfRoomError: it is, and layer calls may still be cut.
         """
         if request.budget_bytes is None or not is_replayed(request, costs):
             return choices
         chosen = choices[0]
         if chosen.reserved_bytes is None:
             chosen = replayed(chosen, request, costs, self._smallest_ratio)
+        if not is_served(chosen, request) and self._cuts_for_room:
+            raise _ShortOfRoomError("torch's allocator would have to reserve more than the budget.")
         if not is_served(chosen, request) and self._runtime.world.rank == 0:
             assert chosen.reserved_bytes is not None and self._runtime.device.budget_bytes is not None
             plan, remedy = "harmony.plan", "plan again"
@@ -782,11 +808,12 @@ def _tell_of_replicas(choices: tuple[Choice, ...]) -> None:
         )
 
 
-def unplanned_bytes(runtime: Runtime) -> int:
-    """Return device memory beside buffers and resident packs: tensors of the program's own, and losses that were read."""
-    return max(
-        0, runtime.device.allocated_bytes() - runtime.installation.buffers.copied_bytes - runtime.resident_packs.nbytes
-    )
+def unplanned_bytes(runtime: Runtime) -> tuple[int, ...]:
+    """Return the memory of each device beside buffers and resident packs: tensors of the program's own, and losses that
+    were read.
+    """
+    planned = runtime.installation.buffers.copied_bytes + runtime.resident_packs.nbytes
+    return tuple(max(0, allocated - planned) for allocated in runtime.device.allocations())
 
 
 def host_room_bytes(runtime: Runtime) -> int | None:

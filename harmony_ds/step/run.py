@@ -66,7 +66,7 @@ class PlannedRun:
         update_plan: after a PART: the tasks that remain (norm and updates), which run at the boundary.
         records: whether the timeline records it as a step.
         watches_peak: whether its peak of device memory is to be that of the plan.
-        unplanned_bytes: device memory that was in use before.
+        unplanned_bytes: memory of each device that was in use before.
     """
 
     plan: Plan
@@ -74,7 +74,7 @@ class PlannedRun:
     update_plan: Plan | None = None
     records: bool = False
     watches_peak: bool = False
-    unplanned_bytes: int = 0
+    unplanned_bytes: tuple[int, ...] = ()
 
 
 def plan_run(context: StepContext, run: Run) -> PlannedRun:
@@ -142,7 +142,8 @@ def finish_run(context: StepContext, run: Run, planned: PlannedRun) -> None:
         if planned.watches_peak and device.peak_has_risen():
             # Workspaces are made when a thread first needs one, in some step.
             set_aside_bytes = context.planner.reserve_bytes + context.planner.exchange_bytes(planned.plan)
-            peak_bytes = device.peak_bytes() - planned.unplanned_bytes - set_aside_bytes
+            peaks = zip(device.peaks(), planned.unplanned_bytes, strict=True)
+            peak_bytes = max(peak - unplanned for peak, unplanned in peaks) - set_aside_bytes
         context.planner.check_peak(peak_bytes)
         context.allocator_retries.finish_step()
     elif run.kind is RunKind.UPDATE and context.steps_whole:
