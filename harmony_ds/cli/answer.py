@@ -151,8 +151,8 @@ def answer(
     try:
         now = forecast(survey, host_bytes)
     except DoesNotFitError:
-        budget = survey.request.budget_bytes
-        assert budget is not None
+        assert survey.request.budget_bytes is not None
+        budget = survey.request.budget_bytes + survey.fragment_bytes
         needed = smallest_peak_bytes(survey)
         ways = tuple(_ways_to_less_on_device(config, needed, budget, survey_of))
         if survey_with_nf4 is not None:

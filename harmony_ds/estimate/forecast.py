@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from harmony_ds.errors import DoesNotFitError
 from harmony_ds.estimate.survey import Survey, frugal_policy, update_cost
 from harmony_ds.offload.disk_weights import HOST_BYTES
-from harmony_ds.scheduler.allocator_fit import beside_uploads, is_replayed, leaving, search_fitting
+from harmony_ds.scheduler.allocator_fit import SearchWith, beside_uploads, is_replayed, leaving, search_fitting
 from harmony_ds.scheduler.choose import PlanRequest
 from harmony_ds.scheduler.costs import CostTable
 from harmony_ds.scheduler.estimator import CandidateEstimator
@@ -123,7 +123,20 @@ def forecast(survey: Survey, host_budget_bytes: int | None = None) -> Forecast:
     def search_with(less: PlanRequest) -> tuple[Choice, ...]:
         return search(survey.graph, survey.costs, survey.profile.machine, survey.element, less, top)
 
-    if not (survey.fragment_bytes and is_replayed(request, survey.costs)):
+    if survey.fragment_bytes:
+        with suppress(DoesNotFitError):
+            return _beside_fragments(survey, request, search_with, host_budget_bytes)
+        # As the engine does then: the plan takes all of the budget.
+        request = leaving(request, -survey.fragment_bytes)
+        survey = replace(survey, request=leaving(survey.request, -survey.fragment_bytes), fragment_bytes=0)
+    return Forecast(survey, search_with(request)[0], host_budget_bytes)
+
+
+def _beside_fragments(
+    survey: Survey, request: PlanRequest, search_with: SearchWith, host_budget_bytes: int | None
+) -> Forecast:
+    """Return the forecast of the fastest plan beside what is left to the allocator, which is as much as the plan needs."""
+    if not is_replayed(request, survey.costs):
         return Forecast(survey, search_with(request)[0], host_budget_bytes)
     whole = beside_uploads(leaving(request, -survey.fragment_bytes), survey.costs)
     fitting = search_fitting(search_with, whole, survey.costs, survey.fragment_bytes)

@@ -83,6 +83,16 @@ def test_the_smallest_peak_is_the_least_budget_that_fits() -> None:
         forecast(situation(least - 1))
 
 
+def test_a_plan_takes_what_is_left_to_the_allocator_where_nothing_fits_beside_that() -> None:
+    least = smallest_peak_bytes(tight())
+    found = forecast(replace(situation(least - 50), fragment_bytes=50))
+
+    assert found.plan.peak_bytes == found.survey.request.budget_bytes == least
+    assert found.survey.fragment_bytes == 0
+    with pytest.raises(DoesNotFitError):
+        forecast(replace(situation(least - 51), fragment_bytes=50))
+
+
 def test_host_memory_of_a_deferred_update_holds_every_gradient() -> None:
     found = forecast(tight())
 
