@@ -10,6 +10,11 @@ from pathlib import Path
 
 from harmony_ds import __version__
 
+_MOST = 2**30
+"""No number is larger: as many GiB are more than anybody has, and so many rows, tokens or micro-batches."""
+_MOST_DEVICES = 256
+"""Devices of one process, and processes of one server."""
+
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Return the arguments of one command, and its name as `command`.
@@ -117,8 +122,8 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     add("--ds-config", type=Path, metavar="FILE", help="The ds_config. Without one: bf16, AdamW, clipping at 1.0.")
     add("--micro-batch", type=count, metavar="N", help="Rows of a micro-batch, instead of the ds_config's (or 1).")
     add("--sequence", type=count, metavar="N", help="Tokens in a row (the model's longest, at most 2048).")
-    add("--devices", type=count, metavar="N", help="Devices that one process drives as a pipeline, instead of the "
-        "ds_config's (or 1).")  # fmt: skip
+    add("--devices", type=_at_least(1, most=_MOST_DEVICES), metavar="N",
+        help="Devices that one process drives as a pipeline, instead of the ds_config's (or 1).")  # fmt: skip
     gib = _at_least(0.001, float)
     text = "Device memory that may be used, in GiB."
     add("--device-memory-gib", type=gib, metavar="GIB", help=text)
@@ -141,7 +146,7 @@ def _add_answer(parser: argparse.ArgumentParser) -> None:
     _add_model(parser)
     _add_accumulation(parser)
     add, gib = parser.add_argument, _at_least(0.001, float)
-    add("--processes", type=_at_least(1), default=1, metavar="N",
+    add("--processes", type=_at_least(1, most=_MOST_DEVICES), default=1, metavar="N",
         help="Replicas on one server, each a process with micro-batches and devices of its own.")  # fmt: skip
     add("--host-memory-gib", type=gib, metavar="GIB", help="Host memory that may be used, in GiB.")
     add("--advice", action=argparse.BooleanOptionalAction, default=True,
@@ -156,13 +161,15 @@ def _add_json(parser: argparse.ArgumentParser) -> None:
 # ---- types of values
 
 
-def _at_least(least: float, kind: Callable[[str], float] = int) -> Callable[[str], float]:
-    """Return an argparse type that refuses numbers less than `least`."""
+def _at_least(least: float, kind: Callable[[str], float] = int, most: float = _MOST) -> Callable[[str], float]:
+    """Return an argparse type that refuses numbers less than `least` or more than `most`, and nan."""
 
     def number(text: str) -> float:
         value = kind(text)
         if value < least:
             raise argparse.ArgumentTypeError(f"{text} is less than {least:g}")
+        if not value <= most:
+            raise argparse.ArgumentTypeError(f"{text} is no number up to {most:,.0f}")
         return value
 
     return number
