@@ -463,13 +463,15 @@ class LayerCalls:
         self, call: RecordedHead, gradients: list[Tensor | None], leaves: Leaves, gather: Callable[[], None]
     ) -> None:
         assert call.work is not None
-        (hidden,) = self._saved_inputs(self.layers[call.request.layer], call)
-        flat = hidden.detach().reshape(-1, hidden.shape[-1]).requires_grad_(call.targets[0] is not None)
+        saved = self._saved_inputs(self.layers[call.request.layer], call)
+        (hidden,), (target,), gradients = self._device_transfers.follow(saved, call.targets, gradients)
+        flat = hidden.detach().reshape(-1, hidden.shape[-1]).requires_grad_(target is not None)
         beside = {operand: operand.value for operand in call.beside}
-        with in_force(call.request.lane_settings), call.work.head.using(leaves, gather):
+        aligned = self._device_transfers.between_layers or nullcontext  # labels, a mask: they stay where they were
+        with in_force(call.request.lane_settings), aligned(), call.work.head.using(leaves, gather):
             total, sums = call.work.propagate(flat, beside, gradients)
-        if call.targets[0] is not None and total is not None:
-            call.targets[0].add(total.view(hidden.shape))
+        if target is not None and total is not None:
+            target.add(total.view(hidden.shape))
         known = [(get_gradient_edge(o.value), one) for o, one in zip(call.beside, sums, strict=True) if one is not None]
         if known:  # other heads, and the operations between layers, may lead to the same graph
             propagate([edge for edge, _ in known], [one for _, one in known], retain_graph=True)

@@ -42,7 +42,8 @@ class HeadCall:
         gather: called after each tile of a backward pass: adds up the gradients that the tile has left on parameters.
         record: makes the results of a work without a graph, and notes how gradients go back from them later; None: they
             have a graph.
-        entrance: the hook of gradients that come to what the program makes of the head's output; None: there is none.
+        entrance: weak reference to the hook of gradients that come to what the program makes of the head's output: what it
+            makes keeps the hook; None: there is none.
         computed_whole_for: functions that needed all tokens at once, and the shape that they were given.
     """
 
@@ -69,7 +70,7 @@ class HeadCall:
         self.gather = gather
         self.parts_to_run = parts_to_run
         self.record: Callable[[TiledWork], list[Tensor]] | None = None
-        self.entrance: Callable[[Tensor], Tensor] | None = None
+        self.entrance: weakref.WeakMethod[Callable[[Tensor], Tensor]] | None = None
         self.computed_whole_for: dict[str, tuple[int, ...]] = {}
         self._run = run
         self._weights: Callable[[], AbstractContextManager[Any]] | None = weights
@@ -112,6 +113,10 @@ class HeadCall:
             self.gather = before
             self._open_weights.pop()
 
+    def entrance_hook(self) -> Callable[[Tensor], Tensor] | None:
+        """Return the hook of gradients that come to what the program makes of the output, if there is one."""
+        return None if self.entrance is None else self.entrance()
+
     def keep(self, graph: TileGraph) -> KeptGraph:
         """Return a holder of the graph of the tile that ran last, which holds it until another tile runs."""
         kept = KeptGraph(graph)
@@ -128,6 +133,7 @@ class HeadCall:
         self._drop_kept_graph()
         self._weights = None
         self.gather = _nothing
+        self.record = None  # which refers to the head
 
 
 def _nothing() -> None:
@@ -545,10 +551,11 @@ class _NotComputed(torch.autograd.Function):
 
 def _recorded(work: TiledWork, record: Callable[[TiledWork], list[Tensor]]) -> list[Tensor]:
     made = record(work)
-    if work.head.entrance is not None:
+    hook = work.head.entrance_hook()
+    if hook is not None:
         for one in made:
             if one.requires_grad:
-                one.register_hook(work.head.entrance)
+                one.register_hook(hook)
     return made
 
 

@@ -91,6 +91,7 @@ class TokenTensor(torch.Tensor):
     _viewed: tuple[TokenTensor, Callable[[Tensor], Tensor]] | None
     _family: weakref.WeakSet[TokenTensor]  # that share its memory, once there is any
     _is_used: bool  # in something that is computed in tiles
+    _entrance: Callable[[Tensor], Tensor] | None  # of gradients, which lives as long as what they may come to
 
     __hash__ = torch.Tensor.__hash__
 
@@ -102,6 +103,13 @@ class TokenTensor(torch.Tensor):
         work = TiledWork(head, expression, places.reshape(-1)[:1], has_graph=True)
         like = evaluate_here(work)
         return _make(head, expression, places, like) if like.is_floating_point() else None
+
+    def enter_by(self, hook: Callable[[Tensor], Tensor]) -> None:
+        """Let gradients that come to what the program makes of the head's output pass `hook`, a method.
+
+        Nothing but what the program has of that output keeps the method's object alive.
+        """
+        self.head.entrance, self._entrance = weakref.WeakMethod(hook), hook
 
     @property
     def width(self) -> int:
@@ -242,7 +250,7 @@ def _make(
     else:
         made = stand_in()
     made.head, made.expression, made.places, made.values_dim = head, expression, places, dim
-    made._whole, made._viewed, made._is_used = None, viewed, False
+    made._whole, made._viewed, made._is_used, made._entrance = None, viewed, False, head.entrance_hook()
     made._family = weakref.WeakSet() if viewed is None else viewed[0]._family
     made._family.add(made)
     token_tensor: TokenTensor = made

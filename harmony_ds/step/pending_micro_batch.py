@@ -227,7 +227,7 @@ class PendingMicroBatch:
             # Gradients of other outputs come to those that they are made of.
             entrance = handed_out[key] if key in used else output
             if isinstance(entrance, TokenTensor):  # gradients come to what is made of it
-                entrance.head.entrance = receiver.receive
+                entrance.enter_by(receiver.receive)
                 continue
             entrance.register_hook(receiver.receive_of_leaf if output.is_leaf else receiver.receive)
 

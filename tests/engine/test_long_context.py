@@ -7,6 +7,7 @@ agree to 1e-5 relative after three clipped steps, not bit by bit.
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -30,7 +31,7 @@ from tests.engine.drive import (
 )
 from tests.engine.drive import sgd as small_sgd
 from tests.families import Batch, build_transformer
-from tests.inside import planner_of
+from tests.inside import assembly_of, planner_of
 from tests.oracle import train_plainly
 
 VOCABULARY, LENGTH, ROWS = 4096, 96, 2
@@ -402,6 +403,41 @@ def words_of(index: int, first: int) -> Batch:
 
 def of_logits(logits: Tensor, labels: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.filterwarnings("ignore:a loss or an output was looked at")
+def test_forward_passes_whose_outputs_the_program_has_let_go_take_no_memory() -> None:
+    """An evaluation without `torch.no_grad()`, and a loop that skips micro-batches with a large loss."""
+    with engine_for(llama(), small_sgd, config_of(ACCUMULATION, harmony={"tokens": 40})) as engine:
+        train_groups(engine, groups()[:1])
+        device, taken = assembly_of(engine).device, []
+        gc.disable()  # nothing waits for a collection
+        try:
+            for index in range(4):
+                loss = engine(**batch(index)).loss
+                assert loss.item() > 0
+                taken.append(device.allocated_bytes())
+        finally:
+            gc.enable()
+
+    assert set(taken) == {taken[0]}
+
+
+@pytest.mark.filterwarnings("ignore:a loss or an output was looked at")
+def test_logits_that_are_kept_keep_their_forward_pass() -> None:
+    model, one = llama(), batch(0)
+    expected = copy.deepcopy(model)
+    with engine_for(model, small_sgd, config_of(1, harmony={"tokens": 40})) as engine:
+        logits = engine(input_ids=one["input_ids"]).logits
+        logits.argmax(-1).tolist()
+        shifted = logits[:, :-1].float()
+        del logits
+        engine(input_ids=batch(1)["input_ids"]).logits.argmax(-1).tolist()  # what is out of reach is forgotten now
+        engine.backward(nn.functional.cross_entropy(shifted.flatten(0, 1), one["input_ids"][:, 1:].flatten()))
+        engine.step()
+    loop_plainly(expected, [{**one, "labels": one["input_ids"]}], 1, own_cross_entropy)
+
+    assert relative_difference(model, expected) < TOLERANCE
 
 
 @pytest.mark.filterwarnings("ignore:a loss or an output was looked at")
