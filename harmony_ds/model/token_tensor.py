@@ -62,7 +62,7 @@ _OF_VALUES = frozenset(
     + "__eq__ __ne__ __gt__ __ge__ __lt__ __le__".split()
 )
 """Functions of each value, and of those at the same place in other operands."""
-_ALONG_VALUES = frozenset("softmax log_softmax softmin normalize".split())
+_ALONG_VALUES = frozenset("softmax log_softmax softmin normalize scatter scatter_add cumsum".split())
 """Functions of all values of a token, with as many results."""
 _REDUCTIONS = frozenset(
     "logsumexp sum mean max min amax amin aminmax argmax argmin gather take_along_dim topk norm vector_norm".split()

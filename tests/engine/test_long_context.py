@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from harmony_ds import HarmonyEngine
 from harmony_ds.errors import BatchError, DoesNotFitError
+from harmony_ds.model.token_expression import HeadCall
 from harmony_ds.scheduler.swaps import swaps_of
 from tests.engine.drive import (
     config_of,
@@ -31,7 +33,7 @@ from tests.engine.drive import (
 )
 from tests.engine.drive import sgd as small_sgd
 from tests.families import Batch, build_transformer
-from tests.inside import assembly_of, planner_of
+from tests.inside import planner_of
 from tests.oracle import train_plainly
 
 VOCABULARY, LENGTH, ROWS = 4096, 96, 2
@@ -406,21 +408,25 @@ def of_logits(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:a loss or an output was looked at")
-def test_forward_passes_whose_outputs_the_program_has_let_go_take_no_memory() -> None:
-    """An evaluation without `torch.no_grad()`, and a loop that skips micro-batches with a large loss."""
+def test_forward_passes_whose_outputs_the_program_has_let_go_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an evaluation without `torch.no_grad()`, and of a loop that skips micro-batches with a large loss."""
+    heads: list[weakref.ref[HeadCall]] = []
+    own = HeadCall.__init__
+
+    def noted(self: HeadCall, *arguments: Any) -> None:
+        own(self, *arguments)
+        heads.append(weakref.ref(self))
+
     with engine_for(llama(), small_sgd, config_of(ACCUMULATION, harmony={"tokens": 40})) as engine:
         train_groups(engine, groups()[:1])
-        device, taken = assembly_of(engine).device, []
+        monkeypatch.setattr(HeadCall, "__init__", noted)
         gc.disable()  # nothing waits for a collection
         try:
-            for index in range(4):
-                loss = engine(**batch(index)).loss
-                assert loss.item() > 0
-                taken.append(device.allocated_bytes())
+            for index in range(3):
+                assert engine(**batch(index)).loss.item() > 0
         finally:
             gc.enable()
-
-    assert set(taken) == {taken[0]}
+        assert [head() is not None for head in heads] == [False, False, True]
 
 
 @pytest.mark.filterwarnings("ignore:a loss or an output was looked at")

@@ -179,12 +179,20 @@ def rows_one_by_one(logits: Tensor, data: Data) -> Tensor:
     return torch.stack(losses).sum()
 
 
+def margin_to_other_values(logits: Tensor, data: Data) -> Tensor:
+    labels = data.labels.clamp(min=0)[..., None]
+    others = logits.scatter(-1, labels, float("-inf")).amax(-1)
+    masses = logits.softmax(-1).cumsum(dim=-1).gather(-1, labels)
+    added = torch.scatter_add(logits, 2, labels, data.mask[..., None].float()).logsumexp(-1)
+    return F.relu(1 + others - logits.gather(-1, labels)[..., 0]).mean() + masses.mean() + added.mean()
+
+
 IN_TILES: list[Program] = [
     transformers_loss, transformers_loss_of_many, shifted, smoothed_and_weighted, classes_in_dimension_1,
     losses_of_tokens, probabilities_as_targets, soft_cap, scaled_by_parameters, log_probabilities_of_labels,
     log_probabilities_by_logsumexp, picked_by_indices, divergence_from_a_teacher, divergence_of_logs, divergence_by_hand,
     divergence_by_tokens, entropy, squares, masked_tokens, masked_values, some_values, largest_values,
-    negative_log_likelihood, without_gradient_for_targets, rows_one_by_one,
+    negative_log_likelihood, without_gradient_for_targets, rows_one_by_one, margin_to_other_values,
 ]  # fmt: skip
 
 
