@@ -10,7 +10,7 @@ An encoder is trained with a loss over all rows of a micro-batch. Budgets hold a
     budget      share x call + weights
 
 Of two passes, the call is that of one of them.
-`--write` writes benchmarks/results/retrievers.json, from which docs/retrievers.md has its table.
+`--write` writes benchmarks/results/retrievers.json; docs/retrievers.md has the table of `--rows 192`.
 """
 
 from __future__ import annotations
