@@ -242,35 +242,32 @@ def test_micro_batches_that_were_looked_at_before_a_new_plan_are_propagated_back
 
 
 class LongerReader(Longer):
-    """The same, of tokens, with a head."""
+    """The same, of tokens, with a head and its loss."""
 
     def __init__(self) -> None:
         super().__init__()
         self.last = nn.Linear(6, 24)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        words = x.sum(-1).long() % 24
         x = torch.tanh(self.first(x))
         if len(x) == 3:
             x = torch.tanh(self.more(x))
-        return self.last(torch.tanh(self.middle(x)))
+        logits = self.last(torch.tanh(self.middle(x)))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), words.flatten())
 
 
 def test_a_head_in_tiles_that_was_looked_at_before_a_new_plan_is_propagated_through_on_its_device() -> None:
-    def loss_of(call: Any, x: torch.Tensor) -> torch.Tensor:
-        logits = call(x).flatten(0, 1)
-        words = torch.arange(len(logits), device=logits.device) % 24
-        return nn.functional.cross_entropy(logits, words)
-
     torch.manual_seed(0)
     model, inputs = LongerReader(), [torch.randn(rows, 5, 6) for rows in (4, 4, 3, 4)]
     plain = copy.deepcopy(model)
     for x in inputs:
-        (loss_of(plain, x) / len(inputs)).backward()
+        (plain(x) / len(inputs)).backward()
     sgd(plain.parameters()).step()
 
     config = config_of(len(inputs), harmony={"pack_layers": 1, "tokens": {"head": 7, "layers": 4096}})
     with late_engine(model, config, make=sgd, device=late_devices(2)) as engine:
-        losses = [loss_of(engine, x) for x in inputs]
+        losses = [engine(x) for x in inputs]
         for loss in losses:
             loss.item()
         assert engine.plan.policy.tile_tokens == 7
