@@ -171,6 +171,19 @@ def test_the_reason_names_the_cut_and_the_use_of_memory() -> None:
     assert choice.reason == "2 packs of 4 calls, as configured; stash on the device, prefetch"
 
 
+@pytest.mark.parametrize(
+    ("pack_layers", "stash", "reason"),
+    [
+        (8, "host", "1 pack of 8 calls, as configured"),  # the fused pack has no stash
+        (4, "host", "2 packs of 4 calls, as configured; stash on the host"),
+    ],
+)
+def test_the_reason_names_a_stash_only_where_there_is_one(pack_layers: int, stash: str, reason: str) -> None:
+    wanted = request(None, pack_layers=pack_layers, stash=stash)
+    wanted = replace(wanted, policy=replace(wanted.policy, prefetch=False))
+    assert search(GRAPH, COSTS, GPU, FP32, wanted)[0].reason == reason
+
+
 def test_a_plan_whose_peak_is_the_budget_fits_and_one_byte_less_does_not() -> None:
     smallest = plan_with(1, stash_on_host=True)
 
