@@ -49,6 +49,8 @@ _MODEL_KEYS = ("model", "shapes", "dtypes", "torch")
 _ADAM = Section("AdamW", {"torch_adam": True})
 """Taken for the optimizer where none is configured: the program will pass one."""
 _NO_RATES = KernelRates(1.0, 1.0, 1.0, 1.0, 1.0, 0.0)
+_MOST_IN_WAVES = 256
+"""Micro-batches of a step of several devices, of which a forecast simulates every one: minutes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +270,13 @@ def _meta_devices(config: Config, clock: RooflineClock, budget: int | None, opti
     if wanted == "all":
         raise ConfigError('harmony.devices is "all", and the machine is only described: say how many (--devices).')
     count = len(wanted) if isinstance(wanted, tuple) else int(wanted)
+    steps = config.gradient_accumulation_steps
+    if count > 1 and steps > _MOST_IN_WAVES:
+        raise ConfigError(
+            f"a step of {steps:,} micro-batches through a pipeline of {count} devices is not estimated, since each one is "
+            f"simulated on each device: say {_MOST_IN_WAVES} or fewer (--accumulation 64). A larger step changes tokens "
+            "a second little, and its stash grows evenly."
+        )
     # A share of the machine's memory is left beside a budget that is not given.
     leaves_room = optimizer_device == "cuda" and config.harmony.budget_bytes is not None
     made = [MetaDevice(clock, budget, optimizer_device, leaves_room) for _ in range(count)]

@@ -374,6 +374,7 @@ def test_a_stash_that_fits_the_device_is_a_way_out_of_too_little_host_memory(tin
         (("meta-llama/Llama-2-7b-hf",), "hf download meta-llama/Llama-2-7b-hf config.json --local-dir Llama-2-7b-hf"),
         (("no_such_module:model",), "cannot be imported"),
         (("tests.cli.test_commands:nothing",), "must return a module"),
+        (("{tiny}", "--devices", "2", "--accumulation", "257"), "is not estimated"),
         (("tests.cli.test_commands:module_alone",), "returned a module alone"),
         (("{tiny}", "--ds-config", "none.json"), "no ds_config none.json"),
     ],
