@@ -7,8 +7,8 @@ run, and a recomputation must give the same bits.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -80,6 +80,7 @@ class LayerCalls:
         self.layers = [
             CalledLayer(layer, installation.parameters_of(layer.module), self.layer_tiles) for layer in layers
         ]
+        self._packed = [index for index, layer in enumerate(self.layers) if layer.parameters.has_packed]
         self._stash = stash
         self._parts_to_run = parts_to_run
         self._device_transfers = device_transfers
@@ -149,6 +150,19 @@ class LayerCalls:
                 outputs = map_tensors(lambda t: copy_with_gradient(t) if storage_of(t) in own else t, outputs)
         self._device_transfers.mark(outputs)
         return outputs
+
+    def attached_backward(self, layers: Container[int], leaves: Leaves) -> AbstractContextManager[object]:
+        """Return a context for a backward pass through calls of `layers` that are parts of the micro-batch's graph."""
+        packed = [index for index in self._packed if index in layers]
+        return self._with_packed(packed, leaves) if packed else nullcontext()
+
+    @contextmanager
+    def _with_packed(self, layers: Sequence[int], leaves: Leaves) -> Iterator[None]:
+        """Let the modules of `layers` hold their packed weights: HQQ's backward pass dequantizes them again."""
+        with ExitStack() as stack:
+            for index in layers:
+                stack.enter_context(self.layers[index].parameters.installed(leaves))
+            yield
 
     def open_head(
         self, request: Request, leaves: Leaves, gather: Callable[[], None] | None = None

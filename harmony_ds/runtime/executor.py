@@ -466,15 +466,17 @@ class Executor:
             self._runtime.random.switch(micro_batch)
         self.backward_begun = True
         self._set_trained(task.pack, trained_by(micro_batch.lane_settings))
-        tiles = self._runtime.layer_calls.layer_tiles
+        layer_calls = self._runtime.layer_calls
+        tiles = layer_calls.layer_tiles
         gathering = tiles.gathering(partial(self._accumulate, task.pack)) if tiles.size else nullcontext()
-        with (self._runtime.device_transfers.between_layers or nullcontext)(), gathering:
+        attached = layer_calls.attached_backward(plan.packs[task.pack].layers, leaves)
+        with (self._runtime.device_transfers.between_layers or nullcontext)(), gathering, attached:
             try:
                 micro_batch.propagate_loss()
             except ModelError:  # a loss that is not its own, of calls that should not have been joined
                 self._runtime.joins.check()
                 raise
-        self._runtime.layer_calls.close_heads()
+        layer_calls.close_heads()
         if task is self._last_fused:
             # Once for all micro-batches, since it takes 0.1 ms or more: nothing is updated before.
             self._check_forward()

@@ -16,7 +16,7 @@ from harmony_ds.checkpoint import Layout, convert
 from harmony_ds.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from harmony_ds.errors import CheckpointError, ModelError
 from tests import quantized
-from tests.engine.drive import Groups, adamw, config_of, engine_for, loop, seed_of
+from tests.engine.drive import WHOLE, Groups, adamw, config_of, engine_for, loop, seed_of
 from tests.engine.test_disk import WEIGHTS, on
 from tests.inside import assembly_of
 from tests.oracle import seed_generators, train_plainly
@@ -57,6 +57,11 @@ def train_both(
 @pytest.mark.parametrize("kind", KINDS)
 def test_adapters_on_a_quantized_base_train_to_plain_pytorchs_bits(kind: str) -> None:
     train_both(lambda: quantized.build(kind), clip=0.5)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "read in backward" in kind])
+def test_weights_that_backward_reads_again_are_there_in_a_pack_that_is_not_recomputed(kind: str) -> None:
+    train_both(lambda: quantized.build(kind), pack_layers=WHOLE)
 
 
 @pytest.mark.parametrize("kind", ["bitsandbytes NF4, double", "torchao int8", "integer parameter"])
