@@ -260,6 +260,7 @@ class Measurement(LayerCallObserver):
         self._measured.calls[-1].note(
             needs_backward=True, backward=BackwardBytes(summed_bytes=sum(summed)), runs_with_loss=True
         )
+        self._measured.calls[-1].note_backward_allocations([], [], sums=_bytes_of_sums(trained, device_copies))
         return head
 
     def _check_last_call(self) -> None:
@@ -421,7 +422,7 @@ class Measurement(LayerCallObserver):
             incoming=incoming,
             outgoing=outgoing,
             unsummed=() if device_copies.accumulates_in_place else trace.numbers(leaf.grad for leaf in trained),
-            sums=tuple(leaf.numel() * device_copies.accumulation_dtype.itemsize for leaf in trained),
+            sums=_bytes_of_sums(trained, device_copies),
         )
         call.unlayered |= self._changed_unlayered_gradients()
         self._reached |= dict.fromkeys(one for one in reached if isinstance(one, InterLayerGradient))
@@ -542,6 +543,11 @@ def _gather(device_copies: DeviceCopies, copy: DeviceCopy) -> None:
     """Let gradients of another dtype than their sums leave the parameters."""
     if not device_copies.accumulates_in_place:
         copy.leaves.drop_gradients()
+
+
+def _bytes_of_sums(trained: Sequence[Tensor], device_copies: DeviceCopies) -> tuple[int, ...]:
+    """Return the bytes of the sum of each parameter's gradients."""
+    return tuple(leaf.numel() * device_copies.accumulation_dtype.itemsize for leaf in trained)
 
 
 def _gather_from_zero(copy: DeviceCopy) -> None:

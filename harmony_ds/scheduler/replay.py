@@ -19,7 +19,7 @@ A micro-batch's inputs are not among them: they have a pool of their own, which 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from harmony_ds.device.allocator_room import SEGMENT_BYTES
@@ -77,7 +77,7 @@ class Replay:
         self._uploads = CachingAllocator(expandable=True)
         self._lanes: dict[int, _Lane] = {}
         self._weights: dict[int, Block] = {}  # by pack
-        self._sums: dict[int, list[Block]] = {}  # by pack
+        self._sums: dict[int, dict[int, list[Block]]] = {}  # by pack, by place of the call
         self._leaving: list[Block] = []  # stash on its way to the host
         self._leaving_crossing: list[Block] = []
         self._smallest_ratio = smallest_ratio
@@ -134,6 +134,8 @@ class Replay:
                 self._play_with_outputs(lane, call)
                 self._play(lane, call.code)
         if kind is TaskKind.FUSED:
+            if self._costs.costs[pack.positions[-1]].runs_with_loss:  # its gradients are added up after each tile
+                self._make_sums(pack, pack.positions[-1:])
             self._play(lane, self._allocations.loss)
             self._free_all(self._taken(lane, calls[-1].outputs))
             self._play(lane, self._allocations.propagate)
@@ -155,9 +157,21 @@ class Replay:
             lane.gradients += self._taken(lane, call.outgoing)
             self._free_all(self._taken(lane, call.incoming))
             self._release(lane, call)
-        if pack.index not in self._sums and pack.gradient_bytes:
-            self._sums[pack.index] = [self._malloc(nbytes) for call in calls for nbytes in call.sums]
+        self._make_sums(pack, pack.positions)
         self._free_all(unsummed)
+
+    def _make_sums(self, pack: Pack, positions: Sequence[int]) -> None:
+        """Allocate the sums of gradients of the pack's calls at `positions`, where no micro-batch has done so before."""
+        if not pack.gradient_bytes:
+            return
+        known = self._sums.setdefault(pack.index, {})
+        for position in positions:
+            if position not in known:
+                known[position] = [self._malloc(nbytes) for nbytes in self._allocations.calls[position].sums]
+
+    def _free_sums(self, pack: Pack) -> None:
+        for blocks in self._sums.pop(pack.index, {}).values():
+            self._free_all(blocks)
 
     def _lane(self, micro_batch: int) -> _Lane:
         lane = self._lanes.get(micro_batch)
@@ -223,11 +237,11 @@ class Replay:
             case TaskKind.EVICT:
                 self._free(self._weights.pop(pack.index))
             case TaskKind.FREE_GRADIENTS:
-                self._free_all(self._sums.pop(pack.index, []))
+                self._free_sums(pack)
             case TaskKind.UPDATE_ON_DEVICE:
                 if pack.update_bytes:
                     self._free(self._malloc(pack.update_bytes))
-                self._free_all(self._sums.pop(pack.index, []))
+                self._free_sums(pack)
             case TaskKind.STASH_OUT if lane is not None:
                 self._free_all(self._leaving)
                 for number in self._stashed(pack):

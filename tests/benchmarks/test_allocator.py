@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,6 +56,24 @@ def test_planning_replays_what_the_engine_allocates(harmony: dict[str, Any]) -> 
     assert allocator.stats.allocated_peak_bytes == pytest.approx(in_engine.allocated_peak_bytes, rel=0.03)
     assert allocator.stats.reserved_peak_bytes == pytest.approx(in_engine.reserved_peak_bytes, abs=20 * MIB)
     assert answer(case, found, Pools.ENGINE, expandable=True)["retries_a_step"] == 0
+
+
+def test_planning_replays_the_gradients_of_a_head_that_are_added_up_while_the_loss_runs_in_tiles(
+    tmp_path: Path,
+) -> None:
+    """They take 20 MiB here."""
+    path = tmp_path / "wide.json"
+    path.write_text(json.dumps({**json.loads(MODEL.read_text()), "vocab_size": 20_480, "num_hidden_layers": 2}))
+    harmony = {"tokens": 64, "stash": "host", "residency": "off", "pack_layers": 1}
+    found = record(Case(path, rows=2, accumulation=3, sequence=256, cap_gib=1, harmony=harmony))
+    in_engine = replay(found.events, None, expandable=True, pools=Pools.ENGINE)
+    allocator = CachingAllocator(expandable=True)
+    planned = Replay(found.plan, found.costs, allocator)
+    for _ in range(STEPS):
+        allocator.stats.reset()
+        planned.step()
+    in_steps = in_engine.allocated_peak_bytes - sum(WORKSPACES)
+    assert allocator.stats.allocated_peak_bytes == pytest.approx(in_steps, abs=MIB)
 
 
 class OfEmbeddings(Case):
