@@ -553,6 +553,13 @@ UNDER_LESS_THAN_LOGITS: dict[str, dict[str, Any]] = {
     },
     "Gemma2ForCausalLM": {**SIZES, "head_dim": 8, "final_logit_softcapping": 30.0},
     "MixtralForCausalLM": {**SIZES, "num_local_experts": 4, "output_router_logits": True},
+    "GptOssForCausalLM": {
+        **SIZES, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True,
+    },
+    "FalconH1ForCausalLM": {
+        **SIZES, "head_dim": 8, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_ssm": 64, "mamba_d_state": 8,
+        "mamba_n_groups": 1, "mamba_chunk_size": 16, "lm_head_multiplier": 0.5,
+    },
     "MambaForCausalLM": {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
     "Qwen2VLForConditionalGeneration": {
         "text_config": {**SIZES, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}},
