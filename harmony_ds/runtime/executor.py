@@ -36,6 +36,7 @@ from harmony_ds.model.contract import UnseenError
 from harmony_ds.model.graph_cut import on_one_thread
 from harmony_ds.model.intercept import Autocast, Request
 from harmony_ds.model.own_settings import TrainedFlags, both_trained, trained_by
+from harmony_ds.model.recorded_call import RecordedCall
 from harmony_ds.model.token_tensor import TokenTensor
 from harmony_ds.model.trees import map_tensors, tensors_in
 from harmony_ds.offload.device_copies import DeviceCopy, Leaves
@@ -53,6 +54,8 @@ from harmony_ds.runtime.runtime import Runtime
 from harmony_ds.scheduler.plan import EMPTY_PLAN, RUNS, Pack, Plan, Task, TaskKind
 
 _GRADIENT_TASKS = (TaskKind.SWAP_OUT, TaskKind.REDUCE, TaskKind.NORM, TaskKind.UPDATE, TaskKind.UPDATE_ON_DEVICE)
+RunCutCall = Callable[..., tuple[Any, RecordedCall | None]]
+"""Runs a layer call (`LayerCalls.forward` or `forward_with_graph`): returns its outputs, and its record for backward."""
 ProgressCallback = Callable[[int, int, Task], None]
 """Called after each task with the number of the plan's tasks that are done, the number of all, and the task."""
 
@@ -95,7 +98,7 @@ class Executor:
             TaskKind.FORWARD: self._forward,
             TaskKind.FUSED: self._fused,
             TaskKind.BACKWARD: self._backward,
-            TaskKind.FORWARD_FOR_GRAPH: self._forward,
+            TaskKind.FORWARD_FOR_GRAPH: self._forward_for_graph,
             TaskKind.BACKWARD_FROM_GRAPH: self._backward,
             TaskKind.EVICT: self._evict,
             TaskKind.STASH_OUT: self._stash_out,
@@ -166,42 +169,60 @@ class Executor:
                 runtime.device_transfers.finish()  # last: a device that has failed raises its error here
 
     def _execute(self, tasks: Iterable[tuple[Task, int]]) -> None:
-        """Run tasks, each with the bytes that it may take beside weights; a micro-batch's in the modes of its call."""
-        runtime, contract = self._runtime, self._runtime.contract
+        """Run tasks, each on its pack's device, with the bytes that it may take beside weights."""
+        runtime = self._runtime
         for task, nbytes in tasks:
-            handler, micro_batch = self._handlers[task.kind], self._micro_batches.get(task.micro_batch)
             runtime.device.enter(self._plan.packs[task.pack].device)
             runtime.device.charge(nbytes, "the activations and gradients of a task")
             try:
                 with runtime.timeline.task(task):
-                    if micro_batch is None:
-                        if task.kind in _GRADIENT_TASKS:
-                            runtime.joins.check()
-                        handler(task)
+                    if task.micro_batch < 0:
+                        self._run_task_of_pack(task)
                     else:
-                        micro_batch.is_at_work = True
-                        with contract.entered(micro_batch.state), Autocast.entered(micro_batch.backward_autocast):
-                            unlayered = self._unlayered
-                            self._apply_user_settings(task.pack, unlayered)
-                            if micro_batch.held_on_host is not None and task.kind in RUNS:
-                                runtime.crossing_tensors.wait(micro_batch.held_on_host)
-                                micro_batch.held_on_host = None
-                            handler(task)
-                            if self._plan.policy.crossing_on_host and task.kind in RUNS:
-                                runtime.crossing_tensors.free_leaving()
-                            for copy in unlayered:
-                                runtime.device_copies.check_user_settings(copy)
-            except BaseException as error:
-                if micro_batch is not None:
-                    self.failure = TaskFailure(task.micro_batch, self._failed_layer(micro_batch, error))
-                raise
+                        self._run_task_of_micro_batch(task, self._micro_batches[task.micro_batch])
             finally:
-                if micro_batch is not None:
-                    micro_batch.is_at_work = False
                 runtime.device.discharge(nbytes)
             self._tasks_done += 1
             if self._progress_callback is not None:
                 self._progress_callback(self._tasks_done, len(self._plan.tasks), task)
+
+    def _run_task_of_pack(self, task: Task) -> None:
+        """Run a task that is for all micro-batches together."""
+        if task.kind in _GRADIENT_TASKS:
+            self._runtime.joins.check()
+        self._handlers[task.kind](task)
+
+    def _run_task_of_micro_batch(self, task: Task, micro_batch: MicroBatch) -> None:
+        """Run a task in the modes of its micro-batch's call, and with the program's settings of parameters.
+
+        An error is noted in `failure`.
+        """
+        contract, unlayered = self._runtime.contract, self._unlayered
+        micro_batch.is_at_work = True
+        try:
+            with contract.entered(micro_batch.state), Autocast.entered(micro_batch.backward_autocast):
+                self._apply_user_settings(task.pack, unlayered)
+                if task.kind in RUNS:
+                    self._run_between_crossings(task, micro_batch)
+                else:
+                    self._handlers[task.kind](task)
+                for copy in unlayered:
+                    self._runtime.device_copies.check_user_settings(copy)
+        except BaseException as error:
+            self.failure = TaskFailure(task.micro_batch, self._failed_layer(micro_batch, error))
+            raise
+        finally:
+            micro_batch.is_at_work = False
+
+    def _run_between_crossings(self, task: Task, micro_batch: MicroBatch) -> None:
+        """Run a micro-batch through a pack, once its crossing tensors are back; free those that left before, of others."""
+        crossing_tensors = self._runtime.crossing_tensors
+        if micro_batch.held_on_host is not None:
+            crossing_tensors.wait(micro_batch.held_on_host)
+            micro_batch.held_on_host = None
+        self._handlers[task.kind](task)
+        if self._plan.policy.crossing_on_host:
+            crossing_tensors.free_leaving()
 
     def _failed_layer(self, micro_batch: MicroBatch, error: BaseException) -> int | None:
         """Return the layer that raised `error`; None: code between layers, the loss, or not known."""
@@ -308,7 +329,8 @@ class Executor:
     @property
     def _unlayered(self) -> list[DeviceCopy]:
         """The copy of the unlayered parameters, while it is on the device."""
-        return [self._copies[pack.index] for pack in self._plan.packing.unlayered_packs if pack.index in self._copies]
+        index = self._plan.packing.unlayered
+        return [self._copies[index]] if index in self._copies else []
 
     def _bring_resident_packs(self) -> None:
         """Bring resident packs to the device where they are not there yet, once the host has updated them."""
@@ -362,37 +384,64 @@ class Executor:
     # ---- compute
 
     def _forward(self, task: Task) -> None:
+        if self._run_through_pack(task, self._run_to_recompute, opens_heads=True):
+            self._bring_outputs_home(self._micro_batches[task.micro_batch])
+
+    def _forward_for_graph(self, task: Task) -> None:
+        if self._run_through_pack(task, self._runtime.layer_calls.forward_with_graph, opens_heads=False):
+            self._bring_outputs_home(self._micro_batches[task.micro_batch])
+
+    @property
+    def _run_to_recompute(self) -> RunCutCall:
+        """What runs a layer call that is recomputed in backward, in the plan's slices of rows."""
+        return partial(self._runtime.layer_calls.forward, rows=self._plan.rows)
+
+    def _run_through_pack(self, task: Task, run_call: RunCutCall, opens_heads: bool) -> bool:
+        """Let a forward pass go on until it has passed the pack; return whether it has come to its end there.
+
+        Args:
+            run_call: runs each layer call, with outputs cut from the call's graph.
+            opens_heads: whether a head's output may be computed later, in tiles of tokens.
+        """
         micro_batch, leaves = self._micro_batches[task.micro_batch], self._leaves(task.pack)
         if micro_batch.forward_done:  # it ended before this pack
-            return
+            return False
         lane = self._enter(micro_batch)
         lane.run_on(
             partial(micro_batch.position_of, self._plan.calls),
-            partial(self._answer_cut, task, micro_batch, leaves),
+            partial(self._answer_cut, task.pack, micro_batch, leaves, run_call, opens_heads),
             self._plan.packs[task.pack].positions[-1],
         )
-        if lane.finished:
-            micro_batch.finish()
-            # A fused pack propagates back at once; so does that of those that share a loss, when the last one is there.
-            if task.kind is not TaskKind.FUSED and not micro_batch.loss_members:
-                micro_batch.outputs = map_tensors(
-                    partial(self._runtime.device_transfers.move, place=HOME), micro_batch.outputs
-                )
+        if not lane.finished:
+            return False
+        micro_batch.finish()
+        return True
 
-    def _answer_cut(self, task: Task, micro_batch: MicroBatch, leaves: Leaves, request: Request, position: int) -> Any:
+    def _bring_outputs_home(self, micro_batch: MicroBatch) -> None:
+        """Move outputs to the device of losses, unless the loss waits for those of other micro-batches."""
+        if not micro_batch.loss_members:
+            micro_batch.outputs = map_tensors(
+                partial(self._runtime.device_transfers.move, place=HOME), micro_batch.outputs
+            )
+
+    def _answer_cut(
+        self,
+        pack: int,
+        micro_batch: MicroBatch,
+        leaves: Leaves,
+        run_call: RunCutCall,
+        opens_heads: bool,
+        request: Request,
+        position: int,
+    ) -> Any:
         """Return the outputs, cut from their graph, of a layer call."""
         number = micro_batch.pass_position(position)
-        self._apply_own_requires_grad(task.pack, request)
-        layer_calls, inter_layer = self._runtime.layer_calls, micro_batch.inter_layer
-        read_state = self._runtime.random.snapshot
-        if layer_calls.head_tiles.size:
-            head = self._open_cut_head(task, micro_batch, leaves, request, position, number)
+        self._apply_own_requires_grad(pack, request)
+        if opens_heads and self._runtime.layer_calls.head_tiles.size:
+            head = self._open_cut_head(micro_batch, leaves, request, position, number)
             if head is not None:
                 return head
-        if task.kind is TaskKind.FORWARD_FOR_GRAPH:
-            outputs, call = layer_calls.forward_with_graph(request, number, leaves, inter_layer, read_state)
-        else:
-            outputs, call = layer_calls.forward(request, number, leaves, inter_layer, read_state, self._plan.rows)
+        outputs, call = run_call(request, number, leaves, micro_batch.inter_layer, self._runtime.random.snapshot)
         if call is not None:
             if not self._needs_backward[position]:  # it returned its input when it was measured
                 raise OffPlanError
@@ -402,13 +451,13 @@ class Executor:
         return outputs
 
     def _open_cut_head(
-        self, task: Task, micro_batch: MicroBatch, leaves: Leaves, request: Request, position: int, number: int
+        self, micro_batch: MicroBatch, leaves: Leaves, request: Request, position: int, number: int
     ) -> TokenTensor | None:
         """Return the output of a head's call that runs in tiles of tokens, cut from its graph; None: it is not so cut."""
         layer_calls = self._runtime.layer_calls
         if micro_batch.reduce is not None:  # what is kept of its outputs is made while the weights are there
             return layer_calls.open_head(request, leaves)
-        if task.kind is not TaskKind.FORWARD or self._plan.rows.cuts:
+        if self._plan.rows.cuts:
             return None
         record = partial(micro_batch.record_of_head, len(micro_batch.heads))
         weights = partial(self._weights_of, request.layer)
@@ -455,13 +504,22 @@ class Executor:
         self._begin_shared_loss(task)
         if plan.rows.cuts:
             # One graph of all rows would need the memory that slices save: this pack is recomputed as the others are.
-            self._forward(task)
+            self._run_through_pack(task, self._run_to_recompute, opens_heads=False)
             if plan.policy.slices_from_host:
                 self._stash_out(task)
-        elif not micro_batch.forward_done:
+            self._propagate_loss(task, micro_batch, leaves)
+            self._propagate_through_pack(task)
+            return
+        if not micro_batch.forward_done:
             position_of = partial(micro_batch.position_of, plan.calls)
             self._enter(micro_batch).run_on(position_of, partial(self._answer_attached, task, micro_batch, leaves))
             micro_batch.finish()
+        self._propagate_loss(task, micro_batch, leaves)
+        micro_batch.propagate_rest()
+        self._accumulate(task.pack)
+
+    def _propagate_loss(self, task: Task, micro_batch: MicroBatch, leaves: Leaves) -> None:
+        """Propagate from the loss through the code after the last layer call, and through calls that kept their graph."""
         if self._runtime.random.has(micro_batch):  # its lane may have ended in an earlier pack
             self._runtime.random.switch(micro_batch)
         self.backward_begun = True
@@ -469,7 +527,7 @@ class Executor:
         layer_calls = self._runtime.layer_calls
         tiles = layer_calls.layer_tiles
         gathering = tiles.gathering(partial(self._accumulate, task.pack)) if tiles.size else nullcontext()
-        attached = layer_calls.attached_backward(plan.packs[task.pack].layers, leaves)
+        attached = layer_calls.attached_backward(self._plan.packs[task.pack].layers, leaves)
         with (self._runtime.device_transfers.between_layers or nullcontext)(), gathering, attached:
             try:
                 micro_batch.propagate_loss()
@@ -481,13 +539,8 @@ class Executor:
             # Once for all micro-batches, since it takes 0.1 ms or more: nothing is updated before.
             self._check_forward()
         self._runtime.joins.issue_checks()
-        if not plan.packs[task.pack].needs_backward and any(leaf.grad is not None for leaf in leaves.values()):
+        if not self._plan.packs[task.pack].needs_backward and any(leaf.grad is not None for leaf in leaves.values()):
             raise OffPlanError  # it returned its input when it was measured
-        if plan.rows.cuts:
-            self._backward(task)
-            return
-        micro_batch.propagate_rest()
-        self._accumulate(task.pack)
 
     def _check_forward(self) -> None:
         """Raise UnseenError if forward passes have done what layers that run again would not find as it was for them."""
@@ -498,10 +551,13 @@ class Executor:
             raise UnseenError(f"forward leaves {names} otherwise than before, which was not seen when it was measured.")
 
     def _backward(self, task: Task) -> None:
+        self._begin_shared_loss(task)
+        self._propagate_through_pack(task)
+
+    def _propagate_through_pack(self, task: Task) -> None:
+        """Propagate through a pack's recorded calls, the last one first; those without a graph run again before."""
         micro_batch = self._micro_batches[task.micro_batch]
         leaves = self._leaves(task.pack)
-        if task.kind is not TaskKind.FUSED:
-            self._begin_shared_loss(task)
         self.backward_begun = True
         for call in micro_batch.pop_calls(self._plan.packs[task.pack]):
             micro_batch.inter_layer.propagate_due(call.number)
