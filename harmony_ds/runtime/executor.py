@@ -48,6 +48,7 @@ from harmony_ds.runtime.failure import FailedCall, TaskFailure
 from harmony_ds.runtime.garbage import collection_within_steps
 from harmony_ds.runtime.gradient_tasks import GradientTasks
 from harmony_ds.runtime.lane import Lane
+from harmony_ds.runtime.leftovers import Leftovers
 from harmony_ds.runtime.micro_batch import MicroBatch, OffPlanError
 from harmony_ds.runtime.outcome import Outcome
 from harmony_ds.runtime.runtime import Runtime
@@ -251,29 +252,21 @@ class Executor:
         self.failure = self._failed_backward = None
         self.gradient_tasks.outcome = outcome
 
-    def free_run(self) -> None:
-        """Free what the plan that failed has brought to the device.
+    def free_but(self, kept: Leftovers) -> None:
+        """Free what the step has on the device, but resident packs and what is `kept` of runs before the last one.
 
-        Device copies that earlier plans of the step have left stay: graphs of other micro-batches lead to their leaves.
-        Their gradients stay, too, unless a backward pass of this plan has added to them.
+        Gradients on the host are not touched: the updater has them.
         """
-        self._free(kept=self._copies_at_begin, discards_gradients=self.backward_begun)
-
-    def free_step(self) -> None:
-        """Free everything of the step on the device but resident packs; the updater discards gradients on the host."""
-        self._free(kept=(), discards_gradients=True)
-
-    def _free(self, kept: Sequence[DeviceCopy], discards_gradients: bool) -> None:
-        """Free device copies but the `kept`, once all copies that are under way are ordered before."""
         runtime = self._runtime
-        runtime.stash.order_streams()
+        runtime.stash.order_streams()  # copies may be under way
         runtime.crossing_tensors.discard_leaving()
+        kept_copies = [] if kept is Leftovers.NONE else self._copies_at_begin
         for pack, copy in list(self._copies.items()):
-            if copy not in kept:
+            if copy not in kept_copies:
                 self._evict_copy(pack)
-            elif discards_gradients:
+            elif kept is Leftovers.COPIES:
                 runtime.device_copies.clear_gradients(copy)
-        if discards_gradients:
+        if kept is not Leftovers.COPIES_AND_GRADIENTS:
             runtime.resident_packs.clear_gradients()
             self.gradient_tasks.discard_leaving()
             self.accumulated_gradients.note_gone()

@@ -16,6 +16,7 @@ from harmony_ds.offload.host_store import HostStore
 from harmony_ds.offload.ledger import Ledger
 from harmony_ds.optim.host_optimizer import HostOptimizer
 from harmony_ds.runtime.executor import Executor
+from harmony_ds.runtime.leftovers import Leftovers
 from harmony_ds.runtime.runtime import Runtime
 from harmony_ds.runtime.streaming import Streamer
 from harmony_ds.step.health import EngineHealth
@@ -90,7 +91,7 @@ class EngineState:
         """
         self.runtime.updater.stop()
         self.health.is_destroyed = True
-        self.executor.free_step()
+        self.executor.free_but(Leftovers.NONE)
         self.runtime.resident_packs.destroy()
         if self.host_optimizer is not None:
             self.host_optimizer.unwatch_state()

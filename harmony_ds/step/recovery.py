@@ -17,12 +17,13 @@ import torch
 from harmony_ds.distributed import PeerDiverged
 from harmony_ds.errors import DoesNotFitError, ModelError, PeerFailedError, UnsupportedError
 from harmony_ds.model.contract import UnseenError
+from harmony_ds.runtime.leftovers import Leftovers
 from harmony_ds.runtime.micro_batch import OffPlanError
 from harmony_ds.runtime.outcome import Outcome
 from harmony_ds.step.context import StepContext
 from harmony_ds.step.retry_budget import RetryBudget
 from harmony_ds.step.run import Run, RunKind
-from harmony_ds.step.undo import comes_after_updates, undo_run
+from harmony_ds.step.undo import comes_after_updates, surviving, undo_run
 
 MOST_ATTEMPTS = 8
 """How often the same micro-batches run, if each time the model calls layers that were not measured."""
@@ -73,7 +74,7 @@ class Recovery:
         """Undo the run, and do what the table says about `error`; return if the run is to be made again, else raise."""
         self._errors += 1
         remedy = self._remedy(self._kind_of(error))
-        undo_run(self._context, self.outcome, self._run.keeps_device_copies)
+        undo_run(self._context, self._run, self.outcome)
         remedy.action(self, error)
 
     def end(self, error: BaseException) -> None:
@@ -126,8 +127,8 @@ class Recovery:
             return True
         if self._context.runtime.user_gradients.popped > run.taken_gradients:
             return False  # those gradients are gone, and would be missing when the step runs again
-        keeps_gradients = not run.follows_part or not self._context.executor.backward_begun
-        return keeps_gradients and not run.cannot_repeat
+        keeps_gradients = surviving(self._context, run) is Leftovers.COPIES_AND_GRADIENTS
+        return (keeps_gradients or not run.follows_part) and not run.cannot_repeat
 
     def can_cut_further(self) -> bool:
         """Whether the run can be made again, and the ds_config leaves open how many rows and tokens a layer call takes."""

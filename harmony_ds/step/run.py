@@ -14,7 +14,6 @@ from harmony_ds.scheduler.plan import EMPTY_PLAN, Plan, TaskKind
 from harmony_ds.step.context import StepContext
 from harmony_ds.step.pending_micro_batch import PendingMicroBatch
 from harmony_ds.step.planner import unplanned_bytes
-from harmony_ds.step.undo import undo_passes
 
 
 class RunKind(enum.Enum):
@@ -50,11 +49,6 @@ class Run:
     cannot_repeat: bool = False
     taken_gradients: int = 0
     update_plan: Plan | None = None
-
-    @property
-    def keeps_device_copies(self) -> bool:
-        """Whether device copies that earlier runs of the step have left stay on the device if this one fails."""
-        return self.kind in (RunKind.FORWARD, RunKind.PART, RunKind.EVALUATION)
 
 
 @dataclass(slots=True)
@@ -120,16 +114,11 @@ def _plan_update(context: StepContext, run: Run) -> PlannedRun:
 
 @contextmanager
 def running(context: StepContext, planned: PlannedRun) -> Iterator[None]:
-    """Run as the engine, which the user's code is called by; undo the passes of the run after an error."""
+    """Mark the user's code that runs in this context as called by the engine, and record the step."""
     runtime = context.runtime
     runtime.device.watch_peak()
-    with runtime.contract.running():
-        try:
-            with runtime.timeline.step(planned.plan) if planned.records else nullcontext():
-                yield
-        except BaseException:
-            undo_passes(context, planned.micro_batches)
-            raise
+    with runtime.contract.running(), runtime.timeline.step(planned.plan) if planned.records else nullcontext():
+        yield
 
 
 def finish_run(context: StepContext, run: Run, planned: PlannedRun) -> None:

@@ -51,7 +51,7 @@ from harmony_ds.step.samples import count_flops, measure, new_micro_batch
 from harmony_ds.step.shared_loss import SharedLoss
 from harmony_ds.step.step_checks import check_grouping, check_same_step
 from harmony_ds.step.transitions import Impossible, StepEvent, StepState, Transition, Transitions
-from harmony_ds.step.undo import comes_after_updates, free_unused, undo_step
+from harmony_ds.step.undo import comes_after_updates, free_unused, undo_step, undoing_passes
 from harmony_ds.step.used_gradients import check_dropped
 
 _logger = logging.getLogger("harmony_ds")
@@ -709,7 +709,7 @@ class Step:
                     self.outcome = recovery.outcome = Outcome()
                     executor.begin(self.outcome)
                     planned = plan_run(context, run)
-                    with running(context, planned):
+                    with running(context, planned), undoing_passes(context, planned.micro_batches):
                         if run.kind is RunKind.UPDATE_BY_HAND:
                             executor.gradient_tasks.update_from_user_gradients(run.hyper, run.norm_options)
                         else:

@@ -1,47 +1,56 @@
 """How a step is undone after an error: what its runs have done to models, devices, the host and counters, in order.
 
-    undo_passes    an error was raised in a run, and the model's code still counts as the engine's: `run.running`
-    undo_run       then, before any remedy: `recovery.Recovery.recover`
-    undo_step      the error is raised and drops the step, or other weights are loaded: `step.Step.drop`
+    undoing_passes    an error is raised in a run, and the model's code still counts as the engine's: `step.Step.execute`
+    undo_run          then, before any remedy: `recovery.Recovery.recover`
+    undo_step         the error is raised and drops the step, or other weights are loaded: `step.Step.drop`
 
-What updates have changed is never undone: after the first one the engine cannot go on. The budget of a remedy that did not
-help is put back by `retry_budget`.
+What earlier runs of the step have left may stay: `surviving` decides that, for all of these. What updates have changed is
+never undone: after the first one the engine cannot go on. The budget of a remedy that did not help is put back by
+`retry_budget`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
+from harmony_ds.runtime.leftovers import Leftovers
 from harmony_ds.runtime.micro_batch import MicroBatch
 from harmony_ds.runtime.outcome import Outcome
 from harmony_ds.step.context import StepContext
+from harmony_ds.step.run import Run, RunKind
+
+_PARTS_OF_STEPS = (RunKind.FORWARD, RunKind.PART, RunKind.EVALUATION)
+"""Runs beside other runs of a step, which stand if one of these fails; if another kind fails, nothing of the step does."""
 
 
-def undo_passes(context: StepContext, micro_batches: Sequence[MicroBatch]) -> None:
-    """Undo forward and backward passes: end their lanes, forget their records, set modules as they were before."""
-    for micro_batch in micro_batches:
-        micro_batch.reset()  # code of the model may run as its lane ends
-    context.runtime.contract.settings.undo()
+def surviving(context: StepContext, failed: Run | None) -> Leftovers:
+    """Return what survives of a step's earlier runs if its last run has `failed` and is undone; None: the step is over."""
+    if failed is None or failed.kind not in _PARTS_OF_STEPS:
+        return Leftovers.NONE
+    if context.executor.backward_begun:  # it may have added to the gradients
+        return Leftovers.COPIES
+    return Leftovers.COPIES_AND_GRADIENTS
 
 
-def undo_run(context: StepContext, outcome: Outcome, keeps_device_copies: bool) -> None:
-    """Undo what a run has done to the device and the host.
+@contextmanager
+def undoing_passes(context: StepContext, micro_batches: Sequence[MicroBatch]) -> Iterator[None]:
+    """Undo forward and backward passes after an error: end their lanes, forget their records, set modules as before."""
+    try:
+        yield
+    except BaseException:
+        for micro_batch in micro_batches:
+            micro_batch.reset()  # code of the model may run as its lane ends
+        context.runtime.contract.settings.undo()
+        raise
 
-    Args:
-        outcome: what it has updated.
-        keeps_device_copies: whether device copies stay that earlier runs of the step have left. Gradients on them stay,
-            too, unless a backward pass of this run has added to them.
-    """
-    executor = context.executor
-    discards_gradients = executor.backward_begun or not keeps_device_copies
-    if executor.backward_begun:
+
+def undo_run(context: StepContext, run: Run, outcome: Outcome) -> None:
+    """Undo what a run has done to the device and the host; `outcome`: what it has updated."""
+    kept = surviving(context, run)
+    if kept is not Leftovers.COPIES_AND_GRADIENTS:
         context.step_gradients.pop_received()
-    if keeps_device_copies:
-        executor.free_run()
-    else:
-        executor.free_step()
-    if discards_gradients and not comes_after_updates(context, outcome):
-        context.runtime.updater.discard()
+    _free_but(context, kept, comes_after_updates(context, outcome))
 
 
 def undo_step(context: StepContext, has_accumulated: bool) -> None:
@@ -59,9 +68,17 @@ def undo_step(context: StepContext, has_accumulated: bool) -> None:
 def free_unused(context: StepContext, has_accumulated: bool) -> None:
     """Free what the runs of a step that is over have left and no update has used: gradients, unlayered parameters."""
     if (has_accumulated or context.executor.has_unlayered) and not context.health.is_destroyed:
-        context.executor.free_step()
-        if context.health.failed is None:
-            context.runtime.updater.discard()
+        _free_but(context, surviving(context, None), has_updated=context.health.failed is not None)
+
+
+def _free_but(context: StepContext, kept: Leftovers, has_updated: bool) -> None:
+    """Free what a step has on the device and the host, but what is `kept`; after an update the host's gradients stay, too.
+
+    Updates that are issued use them.
+    """
+    context.executor.free_but(kept)
+    if kept is not Leftovers.COPIES_AND_GRADIENTS and not has_updated:
+        context.runtime.updater.discard()
 
 
 def comes_after_updates(context: StepContext, outcome: Outcome) -> bool:
