@@ -36,7 +36,6 @@ from harmony_ds.model.contract import UnseenError
 from harmony_ds.model.graph_cut import on_one_thread
 from harmony_ds.model.intercept import Autocast, Request
 from harmony_ds.model.own_settings import TrainedFlags, both_trained, trained_by
-from harmony_ds.model.recorded_call import RecordedCall
 from harmony_ds.model.token_tensor import TokenTensor
 from harmony_ds.model.trees import map_tensors, tensors_in
 from harmony_ds.offload.device_copies import DeviceCopy, Leaves
@@ -55,8 +54,6 @@ from harmony_ds.runtime.runtime import Runtime
 from harmony_ds.scheduler.plan import EMPTY_PLAN, RUNS, Pack, Plan, Task, TaskKind
 
 _GRADIENT_TASKS = (TaskKind.SWAP_OUT, TaskKind.REDUCE, TaskKind.NORM, TaskKind.UPDATE, TaskKind.UPDATE_ON_DEVICE)
-RunCutCall = Callable[..., tuple[Any, RecordedCall | None]]
-"""Runs a layer call (`LayerCalls.forward` or `forward_with_graph`): returns its outputs, and its record for backward."""
 ProgressCallback = Callable[[int, int, Task], None]
 """Called after each task with the number of the plan's tasks that are done, the number of all, and the task."""
 
@@ -99,7 +96,7 @@ class Executor:
             TaskKind.FORWARD: self._forward,
             TaskKind.FUSED: self._fused,
             TaskKind.BACKWARD: self._backward,
-            TaskKind.FORWARD_FOR_GRAPH: self._forward_for_graph,
+            TaskKind.FORWARD_FOR_GRAPH: partial(self._forward, keeps_graph=True),
             TaskKind.BACKWARD_FROM_GRAPH: self._backward,
             TaskKind.EVICT: self._evict,
             TaskKind.STASH_OUT: self._stash_out,
@@ -177,53 +174,43 @@ class Executor:
             runtime.device.charge(nbytes, "the activations and gradients of a task")
             try:
                 with runtime.timeline.task(task):
-                    if task.micro_batch < 0:
-                        self._run_task_of_pack(task)
+                    if task.micro_batch >= 0:
+                        with self._at_work_on(self._micro_batches[task.micro_batch], task):
+                            self._handlers[task.kind](task)
                     else:
-                        self._run_task_of_micro_batch(task, self._micro_batches[task.micro_batch])
+                        if task.kind in _GRADIENT_TASKS:
+                            runtime.joins.check()
+                        self._handlers[task.kind](task)
             finally:
                 runtime.device.discharge(nbytes)
             self._tasks_done += 1
             if self._progress_callback is not None:
                 self._progress_callback(self._tasks_done, len(self._plan.tasks), task)
 
-    def _run_task_of_pack(self, task: Task) -> None:
-        """Run a task that is for all micro-batches together."""
-        if task.kind in _GRADIENT_TASKS:
-            self._runtime.joins.check()
-        self._handlers[task.kind](task)
-
-    def _run_task_of_micro_batch(self, task: Task, micro_batch: MicroBatch) -> None:
-        """Run a task in the modes of its micro-batch's call, and with the program's settings of parameters.
+    @contextmanager
+    def _at_work_on(self, micro_batch: MicroBatch, task: Task) -> Iterator[None]:
+        """Hold the modes of a micro-batch's call, and the program's settings of parameters, while a task runs for it.
 
         An error is noted in `failure`.
         """
-        contract, unlayered = self._runtime.contract, self._unlayered
+        runtime, unlayered = self._runtime, self._unlayered
         micro_batch.is_at_work = True
         try:
-            with contract.entered(micro_batch.state), Autocast.entered(micro_batch.backward_autocast):
+            with runtime.contract.entered(micro_batch.state), Autocast.entered(micro_batch.backward_autocast):
                 self._apply_user_settings(task.pack, unlayered)
-                if task.kind in RUNS:
-                    self._run_between_crossings(task, micro_batch)
-                else:
-                    self._handlers[task.kind](task)
+                if micro_batch.held_on_host is not None and task.kind in RUNS:
+                    runtime.crossing_tensors.wait(micro_batch.held_on_host)
+                    micro_batch.held_on_host = None
+                yield
+                if self._plan.policy.crossing_on_host and task.kind in RUNS:
+                    runtime.crossing_tensors.free_leaving()
                 for copy in unlayered:
-                    self._runtime.device_copies.check_user_settings(copy)
+                    runtime.device_copies.check_user_settings(copy)
         except BaseException as error:
             self.failure = TaskFailure(task.micro_batch, self._failed_layer(micro_batch, error))
             raise
         finally:
             micro_batch.is_at_work = False
-
-    def _run_between_crossings(self, task: Task, micro_batch: MicroBatch) -> None:
-        """Run a micro-batch through a pack, once its crossing tensors are back; free those that left before, of others."""
-        crossing_tensors = self._runtime.crossing_tensors
-        if micro_batch.held_on_host is not None:
-            crossing_tensors.wait(micro_batch.held_on_host)
-            micro_batch.held_on_host = None
-        self._handlers[task.kind](task)
-        if self._plan.policy.crossing_on_host:
-            crossing_tensors.free_leaving()
 
     def _failed_layer(self, micro_batch: MicroBatch, error: BaseException) -> int | None:
         """Return the layer that raised `error`; None: code between layers, the loss, or not known."""
@@ -376,65 +363,46 @@ class Executor:
 
     # ---- compute
 
-    def _forward(self, task: Task) -> None:
-        if self._run_through_pack(task, self._run_to_recompute, opens_heads=True):
-            self._bring_outputs_home(self._micro_batches[task.micro_batch])
-
-    def _forward_for_graph(self, task: Task) -> None:
-        if self._run_through_pack(task, self._runtime.layer_calls.forward_with_graph, opens_heads=False):
-            self._bring_outputs_home(self._micro_batches[task.micro_batch])
-
-    @property
-    def _run_to_recompute(self) -> RunCutCall:
-        """What runs a layer call that is recomputed in backward, in the plan's slices of rows."""
-        return partial(self._runtime.layer_calls.forward, rows=self._plan.rows)
-
-    def _run_through_pack(self, task: Task, run_call: RunCutCall, opens_heads: bool) -> bool:
-        """Let a forward pass go on until it has passed the pack; return whether it has come to its end there.
+    def _forward(self, task: Task, keeps_graph: bool = False, outputs_stay: bool = False) -> None:
+        """Let a forward pass go on until it has passed the pack.
 
         Args:
-            run_call: runs each layer call, with outputs cut from the call's graph.
-            opens_heads: whether a head's output may be computed later, in tiles of tokens.
+            keeps_graph: whether layer calls keep their graphs where these stay valid; else they run again in backward.
+            outputs_stay: whether the outputs stay on the pack's device; else they are moved to the device of losses.
         """
         micro_batch, leaves = self._micro_batches[task.micro_batch], self._leaves(task.pack)
         if micro_batch.forward_done:  # it ended before this pack
-            return False
+            return
         lane = self._enter(micro_batch)
         lane.run_on(
             partial(micro_batch.position_of, self._plan.calls),
-            partial(self._answer_cut, task.pack, micro_batch, leaves, run_call, opens_heads),
+            partial(self._answer_cut, task.pack, micro_batch, leaves, keeps_graph),
             self._plan.packs[task.pack].positions[-1],
         )
-        if not lane.finished:
-            return False
-        micro_batch.finish()
-        return True
-
-    def _bring_outputs_home(self, micro_batch: MicroBatch) -> None:
-        """Move outputs to the device of losses, unless the loss waits for those of other micro-batches."""
-        if not micro_batch.loss_members:
-            micro_batch.outputs = map_tensors(
-                partial(self._runtime.device_transfers.move, place=HOME), micro_batch.outputs
-            )
+        if lane.finished:
+            micro_batch.finish()
+            # Outputs of those that share a loss wait where they are for the last one.
+            if not (outputs_stay or micro_batch.loss_members):
+                micro_batch.outputs = map_tensors(
+                    partial(self._runtime.device_transfers.move, place=HOME), micro_batch.outputs
+                )
 
     def _answer_cut(
-        self,
-        pack: int,
-        micro_batch: MicroBatch,
-        leaves: Leaves,
-        run_call: RunCutCall,
-        opens_heads: bool,
-        request: Request,
-        position: int,
+        self, pack: int, micro_batch: MicroBatch, leaves: Leaves, keeps_graph: bool, request: Request, position: int
     ) -> Any:
         """Return the outputs, cut from their graph, of a layer call."""
         number = micro_batch.pass_position(position)
         self._apply_own_requires_grad(pack, request)
-        if opens_heads and self._runtime.layer_calls.head_tiles.size:
+        layer_calls, inter_layer = self._runtime.layer_calls, micro_batch.inter_layer
+        read_state = self._runtime.random.snapshot
+        if layer_calls.head_tiles.size and not keeps_graph:
             head = self._open_cut_head(micro_batch, leaves, request, position, number)
             if head is not None:
                 return head
-        outputs, call = run_call(request, number, leaves, micro_batch.inter_layer, self._runtime.random.snapshot)
+        if keeps_graph:
+            outputs, call = layer_calls.forward_with_graph(request, number, leaves, inter_layer, read_state)
+        else:
+            outputs, call = layer_calls.forward(request, number, leaves, inter_layer, read_state, self._plan.rows)
         if call is not None:
             if not self._needs_backward[position]:  # it returned its input when it was measured
                 raise OffPlanError
@@ -497,11 +465,11 @@ class Executor:
         self._begin_shared_loss(task)
         if plan.rows.cuts:
             # One graph of all rows would need the memory that slices save: this pack is recomputed as the others are.
-            self._run_through_pack(task, self._run_to_recompute, opens_heads=False)
+            self._forward(task, outputs_stay=True)
             if plan.policy.slices_from_host:
                 self._stash_out(task)
             self._propagate_loss(task, micro_batch, leaves)
-            self._propagate_through_pack(task)
+            self._backward(task, begins_loss=False)
             return
         if not micro_batch.forward_done:
             position_of = partial(micro_batch.position_of, plan.calls)
@@ -543,14 +511,15 @@ class Executor:
             names = ", ".join(sorted({name for _, name in left}))
             raise UnseenError(f"forward leaves {names} otherwise than before, which was not seen when it was measured.")
 
-    def _backward(self, task: Task) -> None:
-        self._begin_shared_loss(task)
-        self._propagate_through_pack(task)
+    def _backward(self, task: Task, begins_loss: bool = True) -> None:
+        """Propagate through a pack's recorded calls, the last one first; those without a graph run again before.
 
-    def _propagate_through_pack(self, task: Task) -> None:
-        """Propagate through a pack's recorded calls, the last one first; those without a graph run again before."""
+        `begins_loss`: whether a shared loss that the micro-batch is the last one of has not begun to propagate yet.
+        """
         micro_batch = self._micro_batches[task.micro_batch]
         leaves = self._leaves(task.pack)
+        if begins_loss:
+            self._begin_shared_loss(task)
         self.backward_begun = True
         for call in micro_batch.pop_calls(self._plan.packs[task.pack]):
             micro_batch.inter_layer.propagate_due(call.number)
