@@ -174,43 +174,50 @@ class Executor:
             runtime.device.charge(nbytes, "the activations and gradients of a task")
             try:
                 with runtime.timeline.task(task):
-                    if task.micro_batch >= 0:
-                        with self._at_work_on(self._micro_batches[task.micro_batch], task):
-                            self._handlers[task.kind](task)
-                    else:
+                    if task.micro_batch < 0:
                         if task.kind in _GRADIENT_TASKS:
                             runtime.joins.check()
                         self._handlers[task.kind](task)
+                    else:
+                        micro_batch = self._micro_batches[task.micro_batch]
+                        with (
+                            runtime.contract.entered(micro_batch.state),
+                            Autocast.entered(micro_batch.backward_autocast),
+                        ):
+                            self._prepare(task, micro_batch)
+                            self._handlers[task.kind](task)
+                            self._finish(task)
+            except BaseException as error:
+                self._note_failure(task, error)
+                raise
             finally:
+                if task.micro_batch >= 0:
+                    self._micro_batches[task.micro_batch].is_at_work = False
                 runtime.device.discharge(nbytes)
             self._tasks_done += 1
             if self._progress_callback is not None:
                 self._progress_callback(self._tasks_done, len(self._plan.tasks), task)
 
-    @contextmanager
-    def _at_work_on(self, micro_batch: MicroBatch, task: Task) -> Iterator[None]:
-        """Hold the modes of a micro-batch's call, and the program's settings of parameters, while a task runs for it.
-
-        An error is noted in `failure`.
-        """
-        runtime, unlayered = self._runtime, self._unlayered
+    def _prepare(self, task: Task, micro_batch: MicroBatch) -> None:
+        """Bring to the device what a task of a micro-batch needs beside weights: settings, and its crossing tensors."""
         micro_batch.is_at_work = True
-        try:
-            with runtime.contract.entered(micro_batch.state), Autocast.entered(micro_batch.backward_autocast):
-                self._apply_user_settings(task.pack, unlayered)
-                if micro_batch.held_on_host is not None and task.kind in RUNS:
-                    runtime.crossing_tensors.wait(micro_batch.held_on_host)
-                    micro_batch.held_on_host = None
-                yield
-                if self._plan.policy.crossing_on_host and task.kind in RUNS:
-                    runtime.crossing_tensors.free_leaving()
-                for copy in unlayered:
-                    runtime.device_copies.check_user_settings(copy)
-        except BaseException as error:
-            self.failure = TaskFailure(task.micro_batch, self._failed_layer(micro_batch, error))
-            raise
-        finally:
-            micro_batch.is_at_work = False
+        self._apply_user_settings(task.pack, self._unlayered)
+        if micro_batch.held_on_host is not None and task.kind in RUNS:
+            self._runtime.crossing_tensors.wait(micro_batch.held_on_host)
+            micro_batch.held_on_host = None
+
+    def _finish(self, task: Task) -> None:
+        """Free what has left the device under a task of a micro-batch; refuse settings that the model's code has made."""
+        if self._plan.policy.crossing_on_host and task.kind in RUNS:
+            self._runtime.crossing_tensors.free_leaving()
+        for copy in self._unlayered:
+            self._runtime.device_copies.check_user_settings(copy)
+
+    def _note_failure(self, task: Task, error: BaseException) -> None:
+        """Note which micro-batch and layer an error is of."""
+        if task.micro_batch >= 0:
+            layer = self._failed_layer(self._micro_batches[task.micro_batch], error)
+            self.failure = TaskFailure(task.micro_batch, layer)
 
     def _failed_layer(self, micro_batch: MicroBatch, error: BaseException) -> int | None:
         """Return the layer that raised `error`; None: code between layers, the loss, or not known."""
