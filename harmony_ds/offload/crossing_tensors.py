@@ -22,9 +22,8 @@ import torch
 from torch import Tensor
 
 from harmony_ds.device.base import Device, Event, Stream
-from harmony_ds.offload.host_buffers import HostBuffer
 from harmony_ds.offload.ledger import Ledger, TrafficKind
-from harmony_ds.offload.stash import Stash, StashEntry
+from harmony_ds.offload.stash import HostCopy, Stash, StashEntry
 
 
 class GradientHolder(Protocol):
@@ -60,8 +59,7 @@ class _GradientOnHost:
     """A gradient that has left the device, and who keeps it."""
 
     holder: GradientHolder
-    host_tensor: Tensor | None = None
-    buffer: HostBuffer | None = None
+    host: HostCopy | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -110,7 +108,7 @@ class CrossingTensors:
             if gradient is None or not is_dense(gradient):
                 continue
             on_host = _GradientOnHost(holder)
-            on_host.buffer, on_host.host_tensor = self._stash.copy_out(on_host, gradient)
+            on_host.host = self._stash.copy_out(on_host, gradient)
             held.gradients.append(on_host)
             leaving.append(gradient)
             holder.gradient = None
@@ -127,8 +125,8 @@ class CrossingTensors:
     def swap_in(self, held: CrossingOnHost) -> None:
         """Issue the copies back; `wait` waits for them."""
         device = self._device
-        hosts = [entry.host_tensor for entry, _ in held.values] + [one.host_tensor for one in held.gradients]
-        made = [torch.empty_like(host, device=device.torch_device) for host in hosts if host is not None]
+        hosts = [entry.host for entry, _ in held.values] + [one.host for one in held.gradients]
+        made = [torch.empty_like(host.tensor, device=device.torch_device) for host in hosts if host is not None]
         assert len(made) == len(hosts), "crossing tensors came back whose copy on the host was released"
         # The memory belongs to the compute stream, which may still use it for what had it before.
         device.wait(Stream.SWAP_IN, device.record(Stream.COMPUTE))
@@ -138,7 +136,7 @@ class CrossingTensors:
         for host, tensor in zip(hosts, made, strict=True):
             assert host is not None
             with torch.no_grad(), device.on(Stream.SWAP_IN):
-                tensor.copy_(host, non_blocking=True)
+                tensor.copy_(host.tensor, non_blocking=True)
             self._ledger.book_in(TrafficKind.ACTIVATIONS, tensor.nbytes)
         held.arrived = device.record(Stream.SWAP_IN)
         for tensor, (_, places) in zip(made, held.values, strict=False):
@@ -147,8 +145,8 @@ class CrossingTensors:
         for tensor, on_host in zip(made[len(held.values) :], held.gradients, strict=True):
             assert on_host.holder.gradient is None, "a gradient came while others of its tensor were on the host"
             on_host.holder.gradient = tensor
-            assert on_host.buffer is not None
-            self._stash.release_buffer(on_host.buffer, held.arrived)
+            assert on_host.host is not None
+            self._stash.release_buffer(on_host.host.buffer, held.arrived)
 
     def wait(self, held: CrossingOnHost) -> None:
         """Let computing wait for what comes back; bring it back first if that has not been issued."""

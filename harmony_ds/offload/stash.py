@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,41 +23,72 @@ from harmony_ds.offload.ledger import Ledger, TrafficKind
 _ENTRY = "_harmony_stash_entry"
 
 
+@dataclass(slots=True, eq=False)
+class HostCopy:
+    """The copy of a tensor on the host.
+
+    Attributes:
+        tensor: the copy, in the memory of `buffer`.
+        is_crossing: whether it is the copy of a crossing tensor, too, which comes back to the device without the stash.
+        is_cut: whether slices of it have been copied to the device.
+    """
+
+    buffer: HostBuffer
+    tensor: Tensor
+    is_crossing: bool = False
+    is_cut: bool = False
+
+
 class StashEntry:
-    """A stashed tensor, an input of `layer`: `device_tensor` or `host_tensor` is set, or both while it is copied."""
+    """A stashed tensor, an input of a layer call. Where it is, `device_tensor`, `host` and `arrived` tell:
+
+    device_tensor  host  arrived
+    set            None  None     on the device alone
+    None           set   set      on the host, and nothing has waited for the copy to it yet
+    None           set   None     on the host
+    set            set   set      on both, and nothing has waited for the copy to the device yet
+    set            set   None     on both
+    None           None  None     nowhere: no call will be recomputed with it
+
+    Attributes:
+        arrived: event after the last copy.
+        stays: whether it stays on the device from forward to backward.
+        users: how many layer calls will be recomputed with it.
+        users_by_pack: of these, how many each pack has that a swap-in was issued for; first the pack that runs first.
+        version: of the device tensor, by which a later write into it is found.
+        layer: the name of the layer that it is an input of.
+    """
 
     __slots__ = (
         "__weakref__",
         "arrived",
-        "buffer",
-        "cut",
         "device_tensor",
-        "due",
-        "host_tensor",
+        "host",
         "layer",
-        "serves_crossing",
         "stays",
         "users",
+        "users_by_pack",
         "version",
     )
 
     def __init__(self, tensor: Tensor, layer: str) -> None:
         self.device_tensor: Tensor | None = tensor.detach()
-        self.stays = not tensor.requires_grad  # on the device until backward
-        self.host_tensor: Tensor | None = None
-        self.buffer: HostBuffer | None = None  # of the host tensor
-        self.arrived: Event | None = None  # after the last copy, if nothing has waited for it
-        self.serves_crossing = False  # the copy on the host is also that of a crossing tensor
-        self.cut = False  # slices have been copied from the host
-        self.users = 0  # layer calls that will be recomputed with it
-        # Of them, those of each pack that it was asked back for, the pack that runs first at the front.
-        self.due: list[int] = []
+        self.host: HostCopy | None = None
+        self.arrived: Event | None = None
+        self.stays = not tensor.requires_grad
+        self.users = 0
+        self.users_by_pack: list[int] = []
         self.version = tensor._version
         self.layer = layer
 
     @property
+    def host_tensor(self) -> Tensor | None:
+        """The copy on the host; None: there is none."""
+        return None if self.host is None else self.host.tensor
+
+    @property
     def nbytes(self) -> int:
-        tensor = self.device_tensor if self.device_tensor is not None else self.host_tensor
+        tensor = self.host_tensor if self.device_tensor is None else self.device_tensor
         return 0 if tensor is None else tensor.numel() * tensor.element_size()
 
     def check(self) -> None:
@@ -89,9 +121,7 @@ class Stash:
             entry = StashEntry(tensor, layer)
             setattr(tensor, _ENTRY, entry)
         elif entry.device_tensor is None:
-            if (
-                entry.serves_crossing and entry.host_tensor is not None
-            ):  # it was on the host between two packs, and is back
+            if entry.host is not None and entry.host.is_crossing:  # it was on the host between two packs, and is back
                 entry.device_tensor = tensor.detach()
             else:  # its calls have been recomputed, or wait on the host: it cannot be shared
                 entry = StashEntry(tensor, layer)
@@ -112,8 +142,8 @@ class Stash:
             if tensor is None:
                 continue
             entry.check()
-            if entry.host_tensor is None:
-                entry.buffer, entry.host_tensor = self.copy_out(entry, tensor)
+            if entry.host is None:
+                entry.host = self.copy_out(entry, tensor)
                 entry.arrived = device.record(Stream.SWAP_OUT)
                 self._copies_out[device.number].append((entry.arrived, tensor))
             elif entry.arrived is not None:
@@ -126,13 +156,14 @@ class Stash:
         The copies are issued on the swap-out stream, which has to wait for what makes the tensor.
         """
         entry: StashEntry | None = getattr(tensor, _ENTRY, None)
-        is_copied = entry is None or entry.version != tensor._version or entry.host_tensor is None
-        if entry is None or is_copied:
+        host = None if entry is None or entry.version != tensor._version else entry.host
+        is_copied = entry is None or host is None
+        if entry is None or host is None:
             entry = StashEntry(tensor, "")
             setattr(tensor, _ENTRY, entry)
-            entry.buffer, entry.host_tensor = self.copy_out(entry, tensor.detach())
+            entry.host = host = self.copy_out(entry, tensor.detach())
             entry.arrived = self._device.record(Stream.SWAP_OUT)
-        entry.device_tensor, entry.serves_crossing = None, True
+        entry.device_tensor, host.is_crossing = None, True
         return entry, is_copied
 
     def holds_on_device(self, tensor: Tensor) -> bool:
@@ -149,16 +180,16 @@ class Stash:
         """Give a buffer of `copy_out` back; `read`: an event after the copy out of it."""
         self._buffers.release(buffer, read)
 
-    def copy_out(self, user: object, tensor: Tensor) -> tuple[HostBuffer, Tensor]:
-        """Issue a copy of `tensor` to the host; return the buffer, which is kept for `user`, and the host tensor in it."""
-        buffer = self._buffers.acquire(user, tensor.numel() * tensor.element_size())
+    def copy_out(self, user: object, tensor: Tensor) -> HostCopy:
+        """Issue a copy of `tensor` to the host, in a buffer that is kept for `user`."""
+        buffer = self._buffers.acquire(user, tensor.nbytes)
         with torch.no_grad(), self._device.on(Stream.SWAP_OUT):
             # The strides are kept, too: for others, kernels may round differently.
             strides = torch.empty_like(tensor, device="meta").stride()
             host = buffer.tensor(tensor.shape, strides, tensor.dtype)
             host.copy_(tensor, non_blocking=True)
-        self._ledger.book_out(TrafficKind.ACTIVATIONS, tensor.numel() * tensor.element_size())
-        return buffer, host
+        self._ledger.book_out(TrafficKind.ACTIVATIONS, tensor.nbytes)
+        return HostCopy(buffer, host)
 
     def free_copied(self) -> None:
         """Drop the device tensors whose copies to the host were issued by earlier swap-outs."""
@@ -173,7 +204,7 @@ class Stash:
             entries: of all those calls. `tensor` waits for the copies.
         """
         for entry, calls in Counter(entries).items():  # several calls may share one
-            entry.due.append(calls)
+            entry.users_by_pack.append(calls)
         self._copy_in(entries)
 
     def _copy_in(self, entries: Iterable[StashEntry]) -> None:
@@ -212,12 +243,12 @@ class Stash:
 
     def tensor_to_cut(self, entry: StashEntry) -> Tensor:
         """Return an alias of the entry's tensor, which `copy_slice` copies parts of: on the host, if it has left."""
-        if entry.device_tensor is not None or entry.host_tensor is None:
+        if entry.device_tensor is not None or entry.host is None:
             return self.tensor(entry)
         if entry.arrived is not None:
             self._wait_for(entry.arrived, entry)
-        entry.cut = True
-        return entry.host_tensor
+        entry.host.is_cut = True
+        return entry.host.tensor
 
     def copy_slice(self, entry: StashEntry, part: Tensor) -> Tensor:
         """Return a part of `tensor_to_cut(entry)` on the device, in memory of the compute stream, which copies it."""
@@ -235,25 +266,36 @@ class Stash:
         entry.arrived = None
 
     def release(self, entry: StashEntry) -> None:
-        """Release `entry` for one of its users: the pack's last frees the device tensor, the last of all the host's."""
+        """Release `entry` for one of the calls that use it.
+
+        The last call of a pack frees the device tensor, if there is a copy on the host. The last call of all frees both.
+        """
         entry.users -= 1
-        if entry.due:
-            entry.due[0] -= 1
-            if entry.due[0] and entry.users:
+        if entry.users_by_pack:
+            entry.users_by_pack[0] -= 1
+            if entry.users_by_pack[0] and entry.users:
                 return
-            del entry.due[0]
-        # Only a swap-in waits for the copy to the host; without one, that copy may still be queued on another stream.
-        was_swapped_in = entry.device_tensor is not None
-        read = Stream.COMPUTE if entry.cut else Stream.SWAP_IN if was_swapped_in else None
-        if entry.host_tensor is not None:
+            del entry.users_by_pack[0]
+        host, was_swapped_in = entry.host, entry.device_tensor is not None
+        if host is not None:
             if was_swapped_in and entry.arrived is not None:
                 self._wait_for(entry.arrived, entry)
             entry.device_tensor = None
         if entry.users == 0:
-            entry.device_tensor = None
-            if entry.buffer is not None:
-                self._buffers.release(entry.buffer, None if read is None else self._device.record(read))
-            entry.host_tensor = entry.buffer = None
+            entry.device_tensor = entry.host = None
+            if host is not None:
+                self._release_host(host, was_swapped_in)
+
+    def _release_host(self, host: HostCopy, was_swapped_in: bool) -> None:
+        """Give a buffer back after the last copies to the device that read it."""
+        read: Event | None = (
+            None  # no copy has waited for that to the host, which may still be queued on another stream
+        )
+        if host.is_cut:
+            read = self._device.record(Stream.COMPUTE)
+        elif was_swapped_in:
+            read = self._device.record(Stream.SWAP_IN)
+        self._buffers.release(host.buffer, read)
 
     def order_streams(self) -> None:
         """Order all streams after a failed step, so that tensors may be dropped that copies or kernels still use."""
