@@ -436,7 +436,7 @@ def test_a_config_unknown_to_transformers_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "nobody"}', encoding="utf-8")
     found = run("estimate", str(tmp_path))
     assert found.exit_code == 1
-    assert "describes no model" in found.stderr
+    assert 'describes a "nobody", which is no model_type that transformers' in found.stderr
 
 
 @pytest.mark.parametrize(
