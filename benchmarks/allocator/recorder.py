@@ -202,22 +202,6 @@ class RecordedDevice(MetaDevice):
         with self._recorder.on(Stream.UPLOAD):
             return super()._copy_in(tensor)
 
-    @contextmanager
-    def measuring(self) -> Iterator[None]:
-        """Raise torch.OutOfMemoryError while open where the allocator cannot serve a request, as a GPU does.
-
-        In a step, where that must not happen, `AllocatorReplay.failure` says so, and the engine goes on.
-        """
-        self._is_measuring = True
-        try:
-            yield
-        finally:
-            self._is_measuring = False
-
-    def _note(self, event: Event) -> None:
-        self.events.append(event)
-        self._allocator.play(event)
-
     def record_use(self, tensor: Tensor) -> None:
         self._recorder.record_use(tensor, Stream.COMPUTE)
 

@@ -155,9 +155,8 @@ class ModuleSettings:
         self._outside = _ComparedModules(outside, self._skipped)
         self._noted: dict[Key, Setting] = {}  # set in this pass, and what was there before
         self._unseen: dict[Key, Setting] = {}  # the same of a lane, until it is undone
-        self._left_modes: dict[
-            Key, Setting
-        ] = {}  # set by lanes after their last layer calls, and what was there before
+        # Set by lanes after their last layer calls, and what was there before:
+        self._left_modes: dict[Key, Setting] = {}
         self._doubtful: set[Key] = set()  # seen in a step, and not by measuring
         self._parameters: dict[int, nn.Parameter] = {}  # of which lanes have set requires_grad, by id
         self._trained_set: dict[int, tuple[nn.Parameter, bool]] = {}  # since a lane went on, and what it was before

@@ -100,11 +100,8 @@ class Timing(LayerCallObserver):
 
     def _run_call(self, request: Request, copy: DeviceCopy) -> Any:
         """Run the call, and propagate through the first few of its structure."""
-        calls, device_copies, replay = (
-            self._runtime.layer_calls,
-            self._runtime.device_copies,
-            self._runtime.random.replay,
-        )
+        calls, device_copies = self._runtime.layer_calls, self._runtime.device_copies
+        replay = self._runtime.random.replay
         keeps_graphs = calls.layers[request.layer].may_keep_graphs
         structure = (*structure_of(self._layers[request.layer], request), keeps_graphs)
         self._structures.append(structure)
