@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from harmony_ds.config import Config
 from harmony_ds.errors import ModelError
@@ -23,6 +25,7 @@ def prepare_model(model: nn.Module, host_type: str, dtype: torch.dtype) -> None:
     _check_on_host(model, host_type)
     _check_parameters(model, dtype)
     _check_buffers(model)
+    _check_memory(model)
     _switch_off_checkpointing(model)
 
 
@@ -83,6 +86,45 @@ def _check_buffers(model: nn.Module) -> None:
                 f"the buffer {name} is of layout {buffer.layout}, and the engine copies dense ones alone: make it dense "
                 "(to_dense()), or give it to forward as an argument."
             )
+
+
+def _check_memory(model: nn.Module) -> None:
+    """Raise ModelError if a trained parameter shares memory with another one or with a buffer.
+
+    They would be trained apart: the engine moves each parameter to memory of its own.
+    """
+    in_storage: dict[int, list[tuple[str, Tensor]]] = defaultdict(list)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if type(tensor) in (nn.Parameter, Tensor) and tensor.numel() and not tensor.is_meta:
+            in_storage[tensor.untyped_storage().data_ptr()].append((name, tensor))
+    for neighbours in in_storage.values():
+        reaching: list[tuple[str, Tensor]] = []  # of those before, beyond where the next one begins
+        for name, tensor in sorted(neighbours, key=lambda named: _span(named[1]).start):
+            reaching = [before for before in reaching if _span(before[1]).stop > _span(tensor).start]
+            for other_name, other in reaching:
+                if (tensor.requires_grad or other.requires_grad) and _share_elements(tensor, other):
+                    raise ModelError(
+                        f"{other_name} and {name} share memory, and the engine moves each to memory of its own: they would "
+                        "be trained apart. Tie them as one parameter (module.weight = other.weight), or let each have its "
+                        "own values (tensor.data = tensor.data.clone())."
+                    )
+            reaching.append((name, tensor))
+
+
+def _share_elements(one: Tensor, other: Tensor) -> bool:
+    """Return whether an element of `one` is an element of `other`, where their spans of one storage overlap."""
+    if (one.is_contiguous() and other.is_contiguous()) or one.dtype != other.dtype:
+        return True
+    places = torch.arange(max(_span(one).stop, _span(other).stop) // one.itemsize)
+    at_one, at_other = (places.as_strided(t.shape, t.stride(), t.storage_offset()) for t in (one, other))
+    return bool(torch.isin(at_one, at_other).any())
+
+
+def _span(tensor: Tensor) -> range:
+    """Return the bytes of its storage from the first element of `tensor` to its last one."""
+    first = tensor.storage_offset()
+    last = first + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return range(first * tensor.itemsize, (last + 1) * tensor.itemsize)
 
 
 def cast_buffers(model: nn.Module, config: Config) -> None:

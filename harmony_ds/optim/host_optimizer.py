@@ -350,6 +350,11 @@ def _members(optimizer: torch.optim.Optimizer) -> list[list[int]]:
 
 
 def _frozen(value: object) -> object:
+    """Return a hyper-parameter as it is now: lists and tensors may be written into before the update runs."""
+    if isinstance(value, list):
+        return [_frozen(one) for one in value]
+    if isinstance(value, tuple):
+        return tuple(_frozen(one) for one in value)
     return value.clone() if isinstance(value, Tensor) else value
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from harmony_ds.errors import BatchError
@@ -84,6 +86,12 @@ def _own(leaf: Any) -> Any:
         raise BatchError(
             f"an argument is an iterator ({type(leaf).__name__}), which can be gone through only once, while forward "
             "passes run again to be measured and recomputed: give a list or a tuple, list(...)."
+        )
+    if isinstance(leaf, (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)):
+        raise BatchError(
+            f"an argument is a random generator ({type(leaf).__name__}), which would draw other numbers when forward "
+            "passes run again to be measured and recomputed: give the numbers that it draws, or let forward draw from the "
+            "global generator of torch, NumPy or Python."
         )
     if isinstance(leaf, Tensor):
         return leaf.clone()

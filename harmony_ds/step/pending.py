@@ -256,6 +256,11 @@ class PendingTensor(torch.Tensor):
         """Note that the group has to propagate back from it; what is known already is propagated at once."""
         node = self.node
         node.check_not_propagated()
+        if any(args[3:]) or kwargs.get("inputs") is not None:
+            raise UnsupportedError(
+                "backward(inputs=...) of what an engine computes: all parameters get their gradients when the group runs. "
+                "Freeze those that shall get none (requires_grad_(False)) before backward()."
+            )
         plain = not args and not any(kwargs.values()) and node.shape.numel() == 1 and node.requires_grad
         waits = plain and not any(source.has_run for source in node.sources)
         if waits and (node.is_separable or node.sources[0].share_loss(node.sources)):

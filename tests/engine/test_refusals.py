@@ -45,6 +45,31 @@ def test_a_model_without_values() -> None:
         harmony_ds.initialize(model=family("clip").build(0.0).to("meta"), config=config_of(1))
 
 
+def test_a_trained_parameter_that_shares_memory_would_be_trained_apart() -> None:
+    """As autoencoders tie their weights, which is not to be told by where memory begins and ends."""
+
+    def parts(own: torch.Tensor, other: torch.Tensor) -> nn.Module:
+        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+        model[0].weight = nn.Parameter(own)
+        model[1].weight = nn.Parameter(other)
+        return model
+
+    memory = torch.zeros(4, 8)
+    for other in (memory[:, 3:7], memory[:, :4].t(), memory[:1, :]):
+        with pytest.raises(ModelError, match=r"0\.weight and 1\.weight share memory.*trained apart.*weight = other"):
+            harmony_ds.initialize(model=parts(memory[:, :4], other), config=config_of(1))
+    beside = parts(memory[:, :4], memory[:, 4:])
+    frozen = parts(memory[:, :4], memory[:, :4]).requires_grad_(False)
+    frozen.append(nn.Linear(4, 4))
+    for model in (beside, frozen):
+        with engine_for(model, sgd, config_of(1)):
+            pass
+    buffered = parts(memory[:, :4], memory[:, 4:])
+    buffered.register_buffer("kept", memory[2])
+    with pytest.raises(ModelError, match=r"weight and kept share memory"):
+        harmony_ds.initialize(model=buffered, config=config_of(1))
+
+
 def test_a_budget_too_small_is_an_error_with_both_numbers_before_any_update() -> None:
     model = LLAMA.build(0.0)
     before = weights_of(model)

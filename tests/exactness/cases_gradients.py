@@ -542,6 +542,19 @@ def gradient_of_the_weights_by_autograd(side: Side) -> Found:
     return weights(model)
 
 
+@case(*ONE)
+def backward_into_some_parameters(side: Side) -> Found:
+    """`loss.backward(inputs=list(model.head.parameters()))`: only the head gets gradients."""
+    model = Net()
+    optimizer = sgd(model)
+    engine = side.initialize(model, optimizer)
+    for x, y in batches(3):
+        own_loss(engine, x, y).backward(inputs=list(model.head.parameters()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
+
+
 @case()
 def gradient_of_an_input(side: Side) -> Found:
     """`x.requires_grad_()`, and `x.grad` is read after backward, from the first step on."""

@@ -187,3 +187,15 @@ def iterator_given(side: Side) -> Found:
         return engine(x, labels, (torch.full((WIDTH,), 0.1 * k * engine.micro_steps) for k in (1, 2)))
 
     return trained(side, Summing(), sgd, loss, steps=3)
+
+
+@case(*PAIRS)
+def random_generator_given(side: Side) -> Found:
+    """`engine(x, y, generator)`: forward draws noise from a torch.Generator that is an argument."""
+
+    class Noisy(Net):
+        def forward(self, x: Tensor, labels: Tensor, generator: torch.Generator) -> Tensor:  # type: ignore[override]
+            return super().forward(x + torch.randn(x.shape, generator=generator), labels)
+
+    generator = torch.Generator().manual_seed(3)
+    return trained(side, Noisy(), sgd, lambda engine, x, labels: engine(x, labels, generator))

@@ -254,6 +254,29 @@ def listed_parameters_written(side: Side) -> Found:
     return weights(model)
 
 
+def in_one_memory(model: nn.Module) -> Tensor:
+    """Return a flat tensor that the parameters of `model` are parts of, from now on."""
+    flat = nn.utils.parameters_to_vector(model.parameters()).detach()
+    nn.utils.vector_to_parameters(flat, model.parameters())
+    return flat
+
+
+@case(*PAIRS)
+def parameters_in_one_memory(side: Side) -> Found:
+    """All parameters are parts of one flat tensor."""
+    model = Net()
+    in_one_memory(model)
+    return trained(side, model)
+
+
+@case(*PAIRS)
+def weights_tied_by_data(side: Side) -> Found:
+    """`model.head.weight.data = model.front.weight.data[:5]`: two parameters, some of whose memory is the same."""
+    model = Net()
+    model.head.weight.data = model.front.weight.data[:CLASSES]
+    return trained(side, model, sgd)
+
+
 # ---- written in place
 
 
@@ -516,6 +539,22 @@ def learning_rate_within_a_group(side: Side) -> Found:
         return of_logits(engine, x, labels)
 
     return trained(side, Net(), adamw, loss)
+
+
+@case(*ALL)
+def hyper_parameters_written_in_place(side: Side) -> Found:
+    """`lr` is a tensor and `betas` a list, and both are written into right after each step."""
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2))
+    group = optimizer.param_groups[0]
+    group["betas"] = [0.9, 0.999]
+
+    def lower(_: Any) -> Tensor:
+        group["lr"].mul_(0.5)
+        group["betas"][0] *= 0.5
+        return group["lr"].clone()
+
+    return seen_after_steps(side, model, lower, lambda _: optimizer)
 
 
 @case()

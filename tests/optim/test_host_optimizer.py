@@ -99,15 +99,19 @@ def test_state_of_steps_before_the_engine_is_that_of_the_masters() -> None:
 def test_hyper_parameters_are_those_of_the_time_they_were_read() -> None:
     host, parameters = hosted(lambda groups: torch.optim.SGD(groups, lr=1.0))
     host.optimizer.param_groups[1]["lr"] = torch.tensor(0.5)
+    host.optimizer.param_groups[1]["betas"] = [0.9, torch.tensor(0.99)]
     before = parameters["0.weight"].detach().clone()
     hyper = host.hyper()
     host.optimizer.param_groups[0]["lr"] = 100.0
     host.optimizer.param_groups[1]["lr"].fill_(9.0)
+    host.optimizer.param_groups[1]["betas"][0] = 9.0
+    host.optimizer.param_groups[1]["betas"][1].fill_(9.0)
     host.step({"0.weight": torch.ones_like(before)}, hyper)
 
     torch.testing.assert_close(parameters["0.weight"].detach(), before - 3e-2 * (1 + 0.1 * before))
     assert host.optimizer.param_groups[0]["lr"] == 100.0
     assert hyper[1]["lr"].item() == 0.5
+    assert hyper[1]["betas"] == [0.9, torch.tensor(0.99)]
     assert all(p.grad is None for p in parameters.values())
     assert [len(group["params"]) for group in host.optimizer.param_groups] == [3, 3]
 
