@@ -42,7 +42,7 @@ class DictRecord:
         It may tell of changes that are none: an equal object in the place of another one.
         """
         try:
-            same = False not in map(is_, map(getitem, self._places, self._names), self.values)
+            same = all(map(is_, map(getitem, self._places, self._names), self.values))
         except KeyError:
             return False
         return same and [*map(len, self._dictionaries)] == self._counts and self.containers == self.contents

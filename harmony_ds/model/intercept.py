@@ -74,7 +74,8 @@ class Request:
         layer: index of the layer.
         forward: the layer's own forward, bound.
         context, grad, autocast: the caller's context variables, grad mode and autocast.
-        around: makes the context of torch's modes and switches that the caller has set; None: none.
+        around: makes the context of torch's modes and switches that the caller has set, and equals that of another caller
+            who has set the same; None: none.
         lane_settings: settings of modules that the caller has made for itself; None: none.
         raised: ids of exceptions of the layer's forward (the exceptions would keep the request, by their tracebacks).
     """

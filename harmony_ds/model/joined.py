@@ -86,7 +86,8 @@ class Joins:
         self._layers = layers
         self._device_copies = device_copies
         self._refused: dict[int, str] = {}
-        self._same: dict[tuple[int, ...], tuple[Sequence[Tensor], list[int]]] = {}  # compared in this step, and by whom
+        # Tensors that were compared in this step, by id and version, and the layers that take them:
+        self._same: dict[tuple[tuple[int, int], ...], tuple[Sequence[Tensor], list[int]]] = {}
         self._doubts: defaultdict[int, list[tuple[list[int], Tensor]]] = defaultdict(list)
         """By device: layers, and whether what was joined for them differs."""
         self._checks: list[tuple[list[list[int]], Tensor, HostBuffer, Event]] = []  # the same, on its way to the host
@@ -159,7 +160,7 @@ class Joins:
             return True
         if tensors[0].requires_grad:  # whose gradient would go to one micro-batch
             return False
-        key = tuple(map(id, tensors))
+        key = tuple([(id(one), 0 if one.is_inference() else one._version) for one in tensors])
         if not self._device.has_values:
             return True
         if key in self._same:
@@ -257,11 +258,20 @@ def _signature(request: Request, given: LayerInputs, place: int) -> Any:
     arguments = given.arguments
     if arguments.containers:
         return place
-    plain = [
-        leaf if leaf is None else f"{type(leaf)} {leaf!r}" if isinstance(leaf, PLAIN) else id(leaf)
-        for leaf in arguments.leaves  # most are None: a tensor's place
-    ]
+    plain = [leaf if leaf is None else _identity(leaf) for leaf in arguments.leaves]  # most are None: a tensor's place
     tensors = [(t.shape, t.dtype, t.requires_grad) for t in given.tensors]
+    called = request.grad, arguments.positional, arguments.keywords, tuple(arguments.collected.items())
+    structure = repr((arguments.places, arguments.shape, list(arguments.caches)))
+    return called, _settings_of_caller(request), tuple(plain), tuple(tensors), structure
+
+
+def _settings_of_caller(request: Request) -> Any:
+    """Return what is equal for calls that find the same autocast, modes, settings of modules and context variables."""
     own = None if request.lane_settings is None else request.lane_settings.signature
-    called = request.grad, own, arguments.positional, arguments.keywords, tuple(arguments.collected.items())
-    return called, tuple(plain), tuple(tensors), repr((arguments.places, arguments.shape, list(arguments.caches)))
+    variables = frozenset([(id(variable), _identity(value)) for variable, value in request.context.items()])
+    return request.autocast, request.around, own, variables
+
+
+def _identity(value: Any) -> Any:
+    """Return what is equal for equal plain values, and otherwise for one object alone."""
+    return f"{type(value)} {value!r}" if isinstance(value, PLAIN) else id(value)

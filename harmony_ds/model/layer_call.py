@@ -136,13 +136,14 @@ class LayerCalls:
             values, caches = extract_caches(request)
         else:  # generation uses caches
             values, caches = [*request.args, *request.kwargs.values()], {}
-        held = snapshot_caches(caches.values())
+        held = snapshot_caches(caches.values()) if caches else []
         values = self._device_transfers.values_to_current(values)
         kwargs = dict(zip(request.kwargs, values[len(request.args) :], strict=True))
         try:
             outputs = layer.call_forward(request, values[: len(request.args)], kwargs, leaves)
         finally:
-            restore_caches(held)  # after an error, too, which the model's code may catch
+            if held:  # after an error, too, which the model's code may catch
+                restore_caches(held)
         self._device_transfers.check_input_copies(layer.name)
         own = layer.parameter_storages(leaves)
         if not own.isdisjoint(storages_of(tensors_in(outputs))):

@@ -146,4 +146,6 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
+    if isinstance(tree, Tensor):  # as most layers' outputs are
+        return [tree]
     return [leaf for leaf in flatten(tree)[0] if isinstance(leaf, Tensor)]

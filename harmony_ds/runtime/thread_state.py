@@ -8,7 +8,7 @@ has called runs with the lane's own modes and switches.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -40,7 +40,31 @@ class SuspendedModes:
     """
 
     put_back: ExitStack
-    around_layer: Callable[[], AbstractContextManager[None]] | None
+    around_layer: CallersSettings | None
+
+
+@dataclass(frozen=True, slots=True)
+class CallersSettings:
+    """What a layer's caller has set for it; of two callers equal if a layer finds the same with either.
+
+    Attributes:
+        switches: of torch.
+        modes: the functions that take each off and put it on, and the mode; the innermost last.
+    """
+
+    switches: tuple[Any, ...]
+    modes: tuple[tuple[Callable[[], Any], Callable[[Any], object], Any], ...]
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Set the switches and open the modes, while open."""
+        with ExitStack() as stack:
+            stack.callback(set_switches, read_switches())
+            set_switches(self.switches)
+            for pop, push, mode in self.modes:
+                push(mode)
+                stack.callback(pop)
+            yield
 
 
 class ThreadState:
@@ -92,7 +116,7 @@ class ThreadState:
         self._write(values)
         switches = lanes[-1][0]
         as_it_is = not modes and switches == values[0]
-        return SuspendedModes(put_back, None if as_it_is else partial(_within, switches, modes[::-1]))
+        return SuspendedModes(put_back, None if as_it_is else CallersSettings(switches, tuple(modes[::-1])))
 
     def _write(self, values: list[Any]) -> None:
         for write, value in zip(self._writes, values, strict=True):
@@ -104,17 +128,3 @@ def put_forward(own: dict[str, Any], forward: Any) -> None:
     own["forward"] = forward
     if forward is None:
         del own["forward"]
-
-
-@contextmanager
-def _within(
-    switches: tuple[Any, ...], modes: list[tuple[Callable[[], Any], Callable[[Any], object], Any]]
-) -> Iterator[None]:
-    """Set torch's switches so, and open `modes`, the last one innermost, while open."""
-    with ExitStack() as stack:
-        stack.callback(set_switches, read_switches())
-        set_switches(switches)
-        for pop, push, mode in modes:
-            push(mode)
-            stack.callback(pop)
-        yield
