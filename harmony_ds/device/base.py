@@ -325,6 +325,15 @@ class Device(ABC):
     def set_random_state(self, state: tuple[Tensor, ...]) -> None:
         """Restore what `random_state` returned."""
 
+    def random_states_of_all(self) -> list[tuple[Tensor, ...]]:
+        """Return the `random_state` of each device of a group; a device alone is a group of one."""
+        return [self.random_state()]
+
+    def set_random_states_of_all(self, states: Sequence[tuple[Tensor, ...]]) -> None:
+        """Restore what `random_states_of_all` returned."""
+        (own,) = states
+        self.set_random_state(own)
+
     @abstractmethod
     def seed(self, seed: int) -> None:
         """Seed every generator of `random_state`."""

@@ -233,5 +233,12 @@ class DeviceGroup(Device):
     def set_random_state(self, state: tuple[Tensor, ...]) -> None:
         self.active.set_random_state(state)
 
+    def random_states_of_all(self) -> list[tuple[Tensor, ...]]:
+        return [member.random_state() for member in self.members]
+
+    def set_random_states_of_all(self, states: Sequence[tuple[Tensor, ...]]) -> None:
+        for member, state in zip(self.members, states, strict=True):
+            member.set_random_state(state)
+
     def seed(self, seed: int) -> None:
         self.active.seed(seed)

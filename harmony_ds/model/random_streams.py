@@ -53,20 +53,22 @@ class RandomStreams:
         self._device = device
         self._states: dict[object, RandomState] = {}
         self.current: object | None = None
-        self._ambient: RandomState | None = None
+        self._of_program: tuple[list[tuple[Tensor, ...]], _PythonState] | None = None  # of all devices, and of Python
         # Whether forward was seen to draw from Python's or NumPy's generators: until then they stay as the program left
         # them, since to read them takes 80 us.
         self.draws_in_python = False
 
     def open(self) -> None:
         """Save the states of the program's generators."""
-        self._ambient = RandomState(self._device.random_state(), read_python_state())
+        self._of_program = self._device.random_states_of_all(), read_python_state()
 
     def close(self) -> None:
         """Restore the program's generators, and drop all streams."""
-        assert self._ambient is not None
-        self._restore(self._ambient)
-        self._ambient = self.current = None
+        assert self._of_program is not None
+        of_devices, of_python = self._of_program
+        self._device.set_random_states_of_all(of_devices)
+        set_python_state(of_python)
+        self._of_program = self.current = None
         self._states.clear()
 
     def start(self, stream: object, seed: int) -> None:
@@ -90,8 +92,9 @@ class RandomStreams:
 
     def check_drawn(self) -> None:
         """Raise UnseenError if forward has drawn from Python's or NumPy's generators for the first time."""
-        assert self._ambient is not None
-        if not self.draws_in_python and self._ambient.python != read_python_state():
+        assert self._of_program is not None
+        _, of_python = self._of_program
+        if not self.draws_in_python and of_python != read_python_state():
             self.draws_in_python = True
             raise UnseenError("forward draws from random or numpy.random, which was not seen when it was measured.")
 
