@@ -24,9 +24,11 @@ from harmony_ds.model.caches import extract_caches
 from harmony_ds.model.intercept import Request
 from harmony_ds.model.own_settings import refill
 from harmony_ds.model.trees import TreeStructure, flatten_all, unflatten_all
-from harmony_ds.scheduler.rows import Places
+from harmony_ds.scheduler.rows import CallKind
 
 PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, slice, torch.dtype, torch.device, torch.layout)
+SWITCHES = (bool, str, enum.Enum)
+"""Plain arguments that decide how a layer computes, where numbers are data."""
 
 Collector = dict[str, Any]
 """Transformers' output collector: a list for each wanted output, and settings."""
@@ -57,9 +59,10 @@ class Arguments:
         return values
 
     @property
-    def tensor_places(self) -> Places:
-        """The first place of each tensor among the leaves."""
-        return tuple(places[0] for places in self.places)
+    def kind(self) -> CallKind:
+        """The first place of each tensor among the leaves, and the leaves that are flags or words."""
+        switches = [(place, leaf) for place, leaf in enumerate(self.leaves) if isinstance(leaf, SWITCHES)]
+        return tuple([places[0] for places in self.places]), tuple(switches)
 
     @property
     def may_be_sliced(self) -> bool:

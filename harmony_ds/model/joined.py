@@ -32,7 +32,7 @@ from harmony_ds.model.slices import parts_of, whole_of
 from harmony_ds.model.trees import flatten_all, unflatten_all
 from harmony_ds.offload.device_copies import DeviceCopies
 from harmony_ds.offload.host_buffers import HostBuffer, HostBuffers
-from harmony_ds.scheduler.rows import Places, RowDims
+from harmony_ds.scheduler.rows import CallKind, RowDims
 
 _logger = logging.getLogger(__name__)
 _ALL = -1  # layers
@@ -78,7 +78,7 @@ class Joins:
         layers: Sequence[CalledLayer],
         device_copies: DeviceCopies,
     ) -> None:
-        self.dims: Mapping[int, Mapping[Places, RowDims]] = {}
+        self.dims: Mapping[int, Mapping[CallKind, RowDims]] = {}
         self.are_random = False
         self.code_between_draws = False
         self._device = device
@@ -128,7 +128,7 @@ class Joins:
         made: list[Joined] = []
         for places in alike.values():
             members = [given[place] for place in places]
-            dims = self.dims[layer].get(members[0].arguments.tensor_places) if len(places) > 1 else None
+            dims = self.dims[layer].get(members[0].arguments.kind) if len(places) > 1 else None
             joined = None if dims is None else self._joined(requests[places[0]], members, dims)
             if joined is None:
                 made += [Joined((place,), requests[place]) for place in places]

@@ -85,8 +85,9 @@ class LayerCalls:
         self._parts_to_run = parts_to_run
         self._device_transfers = device_transfers
         self._open_heads: list[tuple[int, HeadCall]] = []
-        # (a head, its argument's shape, tokens of a tile) -> whether that is proved
-        self._may_run_in_tiles: dict[tuple[int, torch.Size, int], bool] = {}
+        self._may_run_in_tiles: dict[
+            object, bool
+        ] = {}  # by a head's call and the tokens of a tile: whether it is proved
         self.checks_recomputation = False
         self.slices_from_host = False
         self._unseen: list[str] | None = None  # None: not collected
@@ -255,11 +256,16 @@ class LayerCalls:
         inputs = self._inputs_of_head(request) if self.head_tiles.has_head(request.layer) else None
         if inputs is None or inputs.tokens <= self.head_tiles.size:
             return None
-        form = request.layer, inputs.hidden.shape, self.head_tiles.size
-        if form not in self._may_run_in_tiles:
+        key = (
+            self.head_tiles.size,
+            request.autocast,
+            request.around,
+            self.layer_tiles.key_of(inputs.call_with(inputs.hidden)),
+        )
+        if key not in self._may_run_in_tiles:
             with weights() as leaves:
-                self._may_run_in_tiles[form] = inputs.may_run_in_tiles(self.head_tiles.size, leaves)
-        if not self._may_run_in_tiles[form]:
+                self._may_run_in_tiles[key] = inputs.may_run_in_tiles(self.head_tiles.size, leaves)
+        if not self._may_run_in_tiles[key]:
             return None
         (hidden,) = self._device_transfers.to_current([inputs.hidden])
         return replace(inputs, hidden=hidden)
@@ -389,7 +395,7 @@ class LayerCalls:
         called = self.layers[layer]
         if not (rows.cuts and called.may_be_sliced(given.arguments)):
             return None
-        return slicing_of(rows, layer, given.arguments.tensor_places, given.tensors, called.draws)
+        return slicing_of(rows, layer, given.arguments.kind, given.tensors, called.draws)
 
     def _save_inputs(self, layer: CalledLayer, call: RecordedCall, tensors: list[Tensor]) -> None:
         """Save the inputs of a call, and buffers that it depends on and changes, for its recomputation."""
@@ -650,10 +656,12 @@ class _HeadInputs:
     def _prove(self, shape: tuple[int, ...], dim: int, tiles: list[int], leaves: Leaves) -> TokenProof:
         with FakeTensorMode():  # of any number of tokens, without memory
             hidden = torch.empty(shape, dtype=self.hidden.dtype, device=self.hidden.device, requires_grad=True)
-        args, kwargs = self._with(hidden)
-        call = ModuleCall.taken_apart(self.layer.module, self.request.forward, args, kwargs)
         with self.layer.parameters.installed(leaves), self.request.callers_modes():
-            return prove(call, dim, tiles)
+            return prove(self.call_with(hidden), dim, tiles)
+
+    def call_with(self, hidden: Tensor) -> ModuleCall:
+        """Return the call with other hidden states."""
+        return ModuleCall.taken_apart(self.layer.module, self.request.forward, *self._with(hidden))
 
     def _with(self, hidden: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the call's arguments with other hidden states."""

@@ -164,7 +164,7 @@ class LayerTiles:
         dims = [dim for dim, size in enumerate(sizes) if first.shape[dim] > size]
         if not dims:
             return None
-        key = self._key(call)
+        key = self.size, self.key_of(call)
         if key in self._known:
             return self._known[key]
         mode = call.module, call.module.training
@@ -196,15 +196,10 @@ class LayerTiles:
             self._refused[mode] = refusal
         return None
 
-    def _key(self, call: ModuleCall) -> object:
+    def key_of(self, call: ModuleCall) -> object:
         """Return what decides which operations a call runs: code and settings of its modules, and what it is given."""
         device = call.tensors[0].device.type
-        parts: list[object] = [
-            self.size,
-            torch.is_grad_enabled(),
-            Autocast.current(device),
-            self._code_key(call.forward),
-        ]
+        parts: list[object] = [torch.is_grad_enabled(), Autocast.current(device), self._code_key(call.forward)]
         for leaf in call.leaves:
             if isinstance(leaf, Tensor):
                 parts.append((leaf.shape, leaf.dtype, leaf.requires_grad, leaf.stride()))

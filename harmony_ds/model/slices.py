@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from harmony_ds.model.targets import GradientSum, GradientTarget, Targets
-from harmony_ds.scheduler.rows import Places, RowDims, Rows
+from harmony_ds.scheduler.rows import CallKind, RowDims, Rows
 
 
-def slicing_of(asked: Rows, layer: int, places: Places, tensors: list[Tensor], draws: bool = False) -> Slicing | None:
+def slicing_of(asked: Rows, layer: int, kind: CallKind, tensors: list[Tensor], draws: bool = False) -> Slicing | None:
     """Return how a call of `layer` with `tensors` is sliced; None: not at all. `draws`: it draws random numbers."""
-    dims = asked.dims.get(layer, {}).get(places)
+    dims = asked.dims.get(layer, {}).get(kind)
     if dims is None or not (asked.forward or asked.backward):
         return None
     where = dims.inputs[dims.counted_by]

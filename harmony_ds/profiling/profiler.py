@@ -10,8 +10,9 @@
 4. `ProfileFile`: table and machine together are a `Profile`, which is saved. Times and rates may come from a file that an
    earlier run left, instead of 2 and 3; the bytes of a plan are measured anew (saved ones rank sizes of slices).
 
-Where layer calls are to be cut into slices of rows, `RowProbe` runs before 1, once for each mode of the model: it finds
-where tensors hold the rows. 1 and 2 then run with the calls cut; for several sizes, once with each.
+Where layer calls are to be cut into slices of rows, `RowProbe` runs before 1, once for each form of calls (modes of the
+model, flags among its arguments): it finds where tensors hold the rows. 1 and 2 then run with the calls cut; for several
+sizes, once with each.
 
 The first micro-batch is profiled, and again any that is larger than all before it (`Planner` decides that).
 """
@@ -73,7 +74,7 @@ class Profiler:
         self._file = file
         self._layers = layers
         self._row_probe = RowProbe(runtime, layers)
-        self._probed_modes: set[bytes] = set()
+        self._probed: set[object] = set()  # forms of micro-batches
         self._probed_calls: tuple[int, ...] = ()  # layers in the order of their calls
         self.unlayered = graph.unlayered
         self.machine: Machine | None = None
@@ -207,6 +208,10 @@ class Profiler:
             return WHOLE_CALLS
         return replace(self._row_probe.found[0], forward=sizes.forward, backward=sizes.backward)
 
+    def has_probed(self, form: object) -> bool:
+        """Return whether it is known which layers can be cut in calls of the model of this form."""
+        return form in self._probed
+
     def found_rows(self, sample: Sample) -> Rows:
         """Return where calls hold the rows of a micro-batch."""
         with self._within_budget():
@@ -214,8 +219,8 @@ class Profiler:
         return self._row_probe.found[0]
 
     def _probe_rows(self, sample: Sample) -> None:
-        """Find out, once for each mode of the model, which layers can be cut, and log the others."""
-        if sample.modes in self._probed_modes:
+        """Find out, once for each form of its calls, which layers can be cut, and log the others."""
+        if sample.form in self._probed:
             return
         pairs = ((2, 3), (1, 2)) if sample.rows > 2 else ((1, 2),)
         logged = self._row_probe.found[1]
@@ -225,7 +230,7 @@ class Profiler:
         for layer, reason in self._row_probe.found[1].items():
             if reason and layer not in logged:
                 _logger.warning("layer %s runs with whole micro-batches: %s", self._layers[layer].name, reason)
-        self._probed_modes.add(sample.modes)  # not where memory ran out: with smaller tiles the few rows may fit
+        self._probed.add(sample.form)  # not where memory ran out: with smaller tiles the few rows may fit
 
     def _probe_few(self, sample: Sample, pairs: Sequence[tuple[int, int]]) -> bool:
         """Probe the first rows of `sample`, of `pairs` the first that the device holds; return whether the model takes so

@@ -26,15 +26,15 @@ from harmony_ds.profiling.passes import ModelPasses
 from harmony_ds.profiling.sample import Sample
 from harmony_ds.runtime.garbage import release_frames
 from harmony_ds.runtime.runtime import Runtime
-from harmony_ds.scheduler.rows import Places, RowDims, Rows
+from harmony_ds.scheduler.rows import CallKind, RowDims, Rows
 
 
 @dataclass(frozen=True, slots=True)
 class _CallShapes:
-    """Layer of a call, which of its arguments are tensors, and the shapes of these inputs and of its outputs."""
+    """Layer and kind of a call, and the shapes of the tensors among its arguments and its outputs."""
 
     layer: int
-    places: Places
+    kind: CallKind
     inputs: TensorShapes
     outputs: TensorShapes
 
@@ -57,7 +57,7 @@ class RowProbe:
         self._runtime = runtime
         self._layers = layers
         self._refused: dict[int, str] = {}
-        self._dims: dict[int, dict[Places, RowDims]] = {}
+        self._dims: dict[int, dict[CallKind, RowDims]] = {}
         self._drawing: set[int] = set()
         self._code_between_draws = False
         self._after_call = RandomState()  # of the random numbers, when the last call had run
@@ -108,7 +108,7 @@ class RowProbe:
         self._calls.append(
             _CallShapes(
                 request.layer,
-                trial.call.arguments.tensor_places,
+                trial.call.arguments.kind,
                 [tensor.shape for tensor in trial.call.on_device],
                 [tensor.shape for tensor in trial.outputs],
             )
@@ -136,25 +136,25 @@ class RowProbe:
             refused.setdefault(layer, "")
             return
         dims = None
-        if few is not None and (few.layer, few.places) == (layer, more.places):
+        if few is not None and (few.layer, few.kind) == (layer, more.kind):
             dims = row_dims((few.inputs, few.outputs), (more.inputs, more.outputs), (self._fewer_rows, self._rows))
         if not self._runtime.layer_calls.layers[layer].may_be_sliced(trial.call.arguments):
             refused[layer] = "it changes an input, a buffer or an object that it is given"
         elif dims is None:
             refused[layer] = "where its tensors hold the rows cannot be told from their shapes"
-        elif not self._note_dims(layer, more.places, dims):
+        elif not self._note_dims(layer, more.kind, dims):
             refused[layer] = "its calls hold the rows in different places"
         elif self._runtime.device.has_values and not self._rows_are_independent(request, trial, dims, leaves):
             refused[layer] = "its rows depend on each other"
 
-    def _note_dims(self, layer: int, places: Places, dims: RowDims) -> bool:
+    def _note_dims(self, layer: int, kind: CallKind, dims: RowDims) -> bool:
         """Note where calls of a kind hold the rows; return False if others of that kind hold them elsewhere.
 
         Of calls with different numbers of rows (queries, and several passages for each) the fewest count.
         """
-        known = self._dims.setdefault(layer, {}).setdefault(places, dims)
+        known = self._dims.setdefault(layer, {}).setdefault(kind, dims)
         fewest = min(known, dims, key=lambda one: one.per_row)
-        self._dims[layer][places] = fewest
+        self._dims[layer][kind] = fewest
         return replace(known, per_row=1) == replace(dims, per_row=1)
 
     def _rows_are_independent(self, request: Request, trial: _Trial, dims: RowDims, leaves: Leaves) -> bool:

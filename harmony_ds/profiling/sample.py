@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from harmony_ds.model.trees import map_tensors, tensors_in
+from harmony_ds.model.trees import flatten, map_tensors, tensors_in
 from harmony_ds.runtime.micro_batch import Objective
 
 InputShapes = tuple[tuple[int, ...], ...]
@@ -40,6 +41,11 @@ class Sample:
     trains: bool = True
     inputs_beside: Any = ()
     in_groups: bool = False
+
+    @property
+    def form(self) -> object:
+        """What decides which operations the model runs: its modes, and the flags among its arguments."""
+        return form_of(self.inputs, self.modes)
 
     @property
     def rows(self) -> int:
@@ -97,6 +103,12 @@ def _is_mask(tensor: Tensor) -> bool:
     """Whether a tensor may be a mask: its largest element is 1."""
     whole = not (tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta)
     return whole and tensor.dim() > 1 and tensor.numel() > 0 and tensor.max().item() == 1
+
+
+def form_of(inputs: Any, modes: bytes) -> object:
+    """Return `Sample.form` of a micro-batch with these inputs and modes."""
+    leaves, _ = flatten((inputs,))
+    return modes, tuple([(place, leaf) for place, leaf in enumerate(leaves) if isinstance(leaf, (bool, Enum))])
 
 
 def shapes_of(inputs: Any) -> InputShapes:

@@ -23,8 +23,9 @@ class RowDims:
     per_row: int = 1
 
 
-Places = tuple[int, ...]
-"""The arguments of a call that are tensors, by their numbers: with a mask a call is of another kind than without."""
+CallKind = tuple[tuple[int, ...], tuple[tuple[int, object], ...]]
+"""What calls of a layer have in common that treat rows in the same way: the numbers of the arguments that are tensors (with
+a mask a call is of another kind than without), and the flags and words among the others, by their numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class Rows:
 
     forward: int = 0
     backward: int = 0
-    dims: Mapping[int, Mapping[Places, RowDims]] = field(default_factory=dict)
+    dims: Mapping[int, Mapping[CallKind, RowDims]] = field(default_factory=dict)
     drawing: Set[int] = frozenset()
     code_between_draws: bool = False
 

@@ -22,7 +22,7 @@ def evaluate(step: Step, batches: Sequence[CallInputs], loss_fn: LossFunction | 
     for index, arguments in enumerate(batches):
         micro_batch = new_micro_batch(context, step.number, index, arguments, context.model, reduce)
         pending = PendingMicroBatch(step, micro_batch, arguments, reduce, context.model)
-        if context.world.any("evaluate", not context.planner.has_profiled(micro_batch.inputs)):
+        if context.world.any("evaluate", not context.planner.may_evaluate(micro_batch.inputs, pending.measured_modes)):
             step.measure(pending)
         evaluated.append(pending)
     with context.state.ledger.excluded():

@@ -21,7 +21,7 @@ from harmony_ds.offload.host_memory import free_host_bytes
 from harmony_ds.profiling.profile_cache import ProfileFile
 from harmony_ds.profiling.profiler import Profiler
 from harmony_ds.profiling.progress import Progress
-from harmony_ds.profiling.sample import InputShapes, Sample, shapes_of
+from harmony_ds.profiling.sample import InputShapes, Sample, form_of, shapes_of
 from harmony_ds.runtime.runtime import Runtime
 from harmony_ds.scheduler.allocator_fit import (
     Fitting,
@@ -207,6 +207,15 @@ class Planner:
                     self._note_smaller(known, shapes)
                 return True
         return False
+
+    def may_evaluate(self, inputs: Any, modes: bytes) -> bool:
+        """Return whether the plan is good for forward passes with `inputs` in `modes`, without gradients.
+
+        They take no more than those in any modes that were measured, but rows of layers may depend on each other in others.
+        """
+        return self.has_profiled(inputs) and not (
+            self.rows.cuts and not self.profiler.has_probed(form_of(inputs, modes))
+        )
 
     def _note_smaller(self, known: InputShapes, shapes: InputShapes) -> None:
         """Note that micro-batches differ in size: pieces of the one's memory serve the other's requests worse."""

@@ -155,7 +155,7 @@ def probed(model: nn.Module, rows: tuple[int, int] = (2, 3)) -> tuple[Rows, dict
 )
 def test_layers_whose_rows_are_their_own_can_be_cut(layer: nn.Module, dims: RowDims) -> None:
     found, refused = probed(Net(layer))
-    assert found.dims == {0: {(0,): dims}}
+    assert found.dims == {0: {((0,), ()): dims}}
     assert refused == {}
     assert found.drawing == ({0} if isinstance(layer, Noisy) else set())
 
@@ -189,11 +189,12 @@ def test_slices_are_of_the_sizes_asked_for_and_of_the_layers_found() -> None:
     found, _ = probed(Net(Noisy()))
     rows = replace(found, forward=3, backward=2)
     x = torch.ones(5, 4)
-    cut = slicing_of(rows, 0, (0,), [x])
+    cut = slicing_of(rows, 0, ((0,), ()), [x])
     assert cut is not None
     assert (cut.rows, cut.forward, cut.backward) == (5, 2, 2)  # what draws has the same slices both ways
-    assert slicing_of(rows, 1, (0,), [x]) is None
-    assert slicing_of(rows, 0, (1,), [x]) is None
+    assert slicing_of(rows, 1, ((0,), ()), [x]) is None
+    assert slicing_of(rows, 0, ((1,), ()), [x]) is None
+    assert slicing_of(rows, 0, ((0,), ((1, True),)), [x]) is None  # with a flag that no call has had
 
 
 class Twice(nn.Module):
@@ -213,7 +214,7 @@ class Twice(nn.Module):
 def test_all_calls_of_a_layer_hold_the_rows_in_one_place(turned: bool) -> None:
     found, refused = probed(Twice(turned))
     assert refused == ({0: "its calls hold the rows in different places"} if turned else {})
-    assert found.dims == ({} if turned else {0: {(0,): RowDims((0,), (0,), 0)}})
+    assert found.dims == ({} if turned else {0: {((0,), ()): RowDims((0,), (0,), 0)}})
 
 
 class Alternating(nn.Module):
@@ -229,7 +230,7 @@ class Alternating(nn.Module):
 
 def test_calls_that_depend_on_the_rows_are_not_compared() -> None:
     found, refused = probed(Alternating())
-    assert found.dims == {0: {(0,): RowDims((0,), (0,), 0)}}
+    assert found.dims == {0: {((0,), ()): RowDims((0,), (0,), 0)}}
     assert refused == {2: UNTOLD}
 
 

@@ -1,0 +1,147 @@
+"""What is found out about one call of a layer is not taken for known of calls of another kind.
+
+The kinds differ by a flag, or by modes. The reference is plain PyTorch, whose weights slices and joined calls have to
+rounding.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from harmony_ds.profiling.sample import Sample
+from harmony_ds.step.planner import Planner
+from tests.engine.drive import config_of, engine_for
+
+pytestmark = pytest.mark.fixed_times
+
+GROUP, ROWS, WIDTH = 4, 4, 16
+Batch = dict[str, Any]
+
+
+class Centring(nn.Linear):
+    """Its rows look at each other if it is told so, or in evaluation mode."""
+
+    def forward(self, x: Tensor, centre: bool) -> Tensor:
+        hidden = torch.tanh(super().forward(x))
+        return hidden - hidden.mean(0) if centre or not self.training else hidden
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Centring(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor, y: Tensor, centre: bool = False) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, centre)
+        return (x - y).square().mean()
+
+
+class Counting(Net):
+    """Is told the number of the step, and whether to log, and does the same in any case."""
+
+    def forward(self, x: Tensor, y: Tensor, centre: bool = False, step: int = 0, logs: bool = False) -> Tensor:
+        return super().forward(x, y, centre)
+
+
+def batches(**flags: bool) -> list[Batch]:
+    generator = torch.Generator().manual_seed(1)
+    return [{**{key: torch.randn(ROWS, WIDTH, generator=generator) for key in "xy"}, **flags} for _ in range(GROUP)]
+
+
+def make_sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.5)
+
+
+@pytest.mark.parametrize("rows", [1, GROUP * ROWS], ids=["in slices", "joined"])
+def test_rows_that_a_flag_lets_look_at_each_other_run_together(rows: int) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    plain = copy.deepcopy(model)
+    optimizer = make_sgd(plain.parameters())
+    with engine_for(model, make_sgd, config_of(GROUP, harmony={"micro_batch": rows})) as engine:
+        for centre in (False, True, False):
+            group = batches(centre=centre)
+            optimizer.zero_grad()
+            loss = torch.stack([plain(**batch) for batch in group]).mean()
+            loss.backward()
+            optimizer.step()
+            assert engine.train_batch(iter(group)).item() == pytest.approx(loss.item(), rel=1e-6)
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-6)
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[Sample]:
+    """The micro-batches that the model is measured with."""
+    samples: list[Sample] = []
+    own = Planner.measure
+
+    def measure(self: Planner, sample: Sample) -> tuple[int, ...]:
+        samples.append(sample)
+        return own(self, sample)
+
+    monkeypatch.setattr(Planner, "measure", measure)
+    return samples
+
+
+def test_rows_that_look_at_each_other_in_evaluation_mode_run_together(measured: list[Sample]) -> None:
+    model, group = Net(), batches()
+    with engine_for(model, make_sgd, config_of(GROUP, harmony={"micro_batch": 1})) as engine:
+        for step in range(3):
+            engine.train_batch(iter(group))
+            engine.finish_updates()
+            plain = copy.deepcopy(model).eval()
+            expected = torch.stack([plain(**batch) for batch in group]).mean().item()
+            assert engine.eval_batch(iter(group)).item() == pytest.approx(expected, rel=1e-6)
+            assert len(measured) == 2, step  # in the modes of training, and of evaluation
+
+
+@pytest.mark.parametrize("rows", ["config", 1, GROUP * ROWS], ids=["whole", "in slices", "joined"])
+def test_flags_and_numbers_that_change_from_call_to_call_are_measured_once_each(
+    rows: int | str, measured: list[Sample]
+) -> None:
+    """A flag may change what a model does, a number (of the step, say) hardly does."""
+    model = Counting()
+    with engine_for(model, make_sgd, config_of(GROUP, harmony={"micro_batch": rows})) as engine:
+        for step in range(6):
+            group = [{**batch, "step": step, "logs": step % 2 == 0} for batch in batches()]
+            engine.train_batch(iter(group))
+        assert len(measured) == 2
+        assert engine.plan is not None
+        assert engine.plan.policy.joined_count == (GROUP if rows == GROUP * ROWS else 1)
+
+
+class Head(nn.Linear):
+    """Its tokens look at each other if it is told so."""
+
+    def forward(self, hidden: Tensor, centre: bool = False) -> Tensor:
+        logits = super().forward(hidden)
+        return logits - logits.mean(1, keepdim=True) if centre else logits
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.middle, self.head = nn.Embedding(64, WIDTH), nn.Linear(WIDTH, WIDTH), Head(WIDTH, 64)
+
+    def forward(self, words: Tensor, centre: bool = False) -> Tensor:
+        logits = self.head(torch.tanh(self.middle(self.embed(words))), centre=centre)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), words.flatten())
+
+
+def test_a_head_whose_tokens_a_flag_lets_look_at_each_other_is_computed_whole() -> None:
+    model, words = Words(), torch.randint(0, 64, (GROUP, 2, 16), generator=torch.Generator().manual_seed(1))
+    plain = copy.deepcopy(model)
+    with engine_for(model, make_sgd, config_of(GROUP, harmony={"tokens": 8})) as engine:
+        for centre in (False, True):
+            plain.load_state_dict(model.state_dict())
+            expected = torch.stack([plain(one, centre) for one in words]).mean().item()
+            loss = engine.train_batch([{"words": one, "centre": centre} for one in words])
+            assert loss.item() == pytest.approx(expected, rel=1e-6)
+        assert engine.plan is not None and engine.plan.policy.tile_tokens == 8
