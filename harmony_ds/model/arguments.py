@@ -194,7 +194,8 @@ def has_changed(container: Any, before: tuple[list[Any], list[Any]]) -> bool:
     return keys != before[0] or len(values) != len(before[1]) or not all(map(is_, values, before[1]))
 
 
-def _variable() -> Any:
+def collector_variable() -> Any:
+    """Return the context variable that holds the collector; None: transformers has not been imported."""
     # Not imported here: a model that uses it has imported it.
     capturing = sys.modules.get("transformers.utils.output_capturing")
     variable = getattr(capturing, "_active_collector", None)
@@ -203,12 +204,12 @@ def _variable() -> Any:
 
 def collector_here() -> Collector:
     """Return the collector of the current context; empty: there is none."""
-    variable = _variable()
+    variable = collector_variable()
     return {} if variable is None else variable.get(None) or {}
 
 
 def _collector(request: Request) -> Collector | None:
-    variable = _variable()
+    variable = collector_variable()
     return None if variable is None else request.context.get(variable)
 
 
@@ -218,5 +219,5 @@ def collect(request: Request, before: Mapping[str, int]) -> dict[str, list[Any]]
     They begin with as many None as were there `before`: hooks decide by the number what they append.
     """
     collected: dict[str, list[Any]] = {key: [None] * count for key, count in before.items()}
-    request.context.run(_variable().set, {**(_collector(request) or {}), **collected})
+    request.context.run(collector_variable().set, {**(_collector(request) or {}), **collected})
     return collected

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from harmony_ds.device.base import Device, Event, Stream
-from harmony_ds.model.arguments import PLAIN, Collector, LayerInputs
+from harmony_ds.model.arguments import PLAIN, Collector, LayerInputs, collector_variable
 from harmony_ds.model.called_layer import CalledLayer
 from harmony_ds.model.contract import UnseenError
 from harmony_ds.model.device_transfers import DeviceTransfers
@@ -268,8 +268,9 @@ def _signature(request: Request, given: LayerInputs, place: int) -> Any:
 def _settings_of_caller(request: Request) -> Any:
     """Return what is equal for calls that find the same autocast, modes, settings of modules and context variables."""
     own = None if request.lane_settings is None else request.lane_settings.signature
-    variables = frozenset([(id(variable), _identity(value)) for variable, value in request.context.items()])
-    return request.autocast, request.around, own, variables
+    collector = collector_variable()  # one for each micro-batch: what is in them is split
+    variables = [(id(one), _identity(value)) for one, value in request.context.items() if one is not collector]
+    return request.autocast, request.around, own, frozenset(variables)
 
 
 def _identity(value: Any) -> Any:
