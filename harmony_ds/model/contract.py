@@ -10,10 +10,13 @@ A micro-batch runs later than the program calls the model, so its call's state i
 
 from __future__ import annotations
 
+import hashlib
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -47,6 +50,8 @@ _COPIED_BYTES = 1 << 20  # of a tensor that measuring may write into
 Attributes = dict[Key, tuple[Any, int]]
 """The attributes, buffers and submodules of all modules at one time, each with its version if it is a tensor."""
 _ABSENT = object(), 0
+_MOST_WORDS = 16
+"""Words that an attribute may be in turn and still name a mode; where there are more, they are data."""
 _NOTHING_TO_SET = nullcontext()  # one for all: each task enters it
 
 
@@ -56,16 +61,21 @@ class UnseenError(ModelError):
 
 @dataclass(frozen=True, slots=True)
 class CallModes:
-    """The modes of a call: `training` of every module, `requires_grad` of every parameter, torch's switches."""
+    """The modes of a call: `training` of every module, `requires_grad` of every parameter, torch's switches.
+
+    Attributes:
+        settings: a digest of flags and words among the attributes of modules, which decide what forward does.
+    """
 
     training: tuple[bool, ...]
     trained: tuple[bool, ...]
     switches: tuple[Any, ...]
+    settings: bytes
 
     @property
     def flags(self) -> bytes:
         """The modes that measurements depend on."""
-        return bytes((*self.training, *self.trained))
+        return bytes((*self.training, *self.trained)) + self.settings
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,6 +112,8 @@ class Contract:
         self._parameters = list(model.parameters())
         self.settings = ModuleSettings(self._modules, layers)
         self._written: set[Key] = set()  # by forward
+        self._alike: dict[bytes, bytes] = {}  # digest of settings to an earlier one that stands for it
+        self._words: defaultdict[Key, set[str]] = defaultdict(set)  # that attributes have been
         self._with_graphs: set[Key] = set()  # those of them that hold tensors with a graph
         self._is_said = False
         self.is_running = False  # by the engine
@@ -132,7 +144,7 @@ class Contract:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Attribute changes to forward, which the engine runs while the context is open; warn once that it sets them."""
-        outer, before = self.is_running, self.read_state().attributes
+        outer, before, settings = self.is_running, self.read_state().attributes, self._settings
         self.is_running = True
         if not outer:
             self.settings.begin()
@@ -144,7 +156,7 @@ class Contract:
             self.is_running = outer
             if not outer and not self._is_unchanged():
                 self._record()
-                self._note_written(_changed(before, self._attributes))
+                self._note_written(_changed(before, self._attributes), settings)
 
     def is_current(self, state: CallState) -> bool:
         """Return whether the modes of `state` are set already."""
@@ -183,7 +195,7 @@ class Contract:
             yield
         finally:
             changed = _changed(before, self._snapshot())
-            self._note_written(changed)
+            self._note_written(changed, modes.settings)
             for number, key in changed:
                 held = self._held[number]
                 if (number, key) not in before:
@@ -224,7 +236,8 @@ class Contract:
         return ", ".join([*names[:4], "..."] if len(names) > 4 else names)
 
     def _modes(self) -> CallModes:
-        return CallModes(tuple([module.training for module in self._modules]), self._trained(), read_switches())
+        training = tuple([module.training for module in self._modules])
+        return CallModes(training, self._trained(), read_switches(), self._settings)
 
     def _trained(self) -> tuple[bool, ...]:
         with bypass_hooks():
@@ -242,14 +255,36 @@ class Contract:
 
     def _record(self) -> None:
         self._attributes = self._snapshot()
-        compared = [
+        self._compared = [
             (held, [name for name in held if name not in ignored and name != "training"])  # modes are read apart
             for held, ignored in zip(self._held, self._ignored, strict=True)
         ]
         tables = [held[kind] for kind in ("_buffers", "_modules") for held in self._held]
-        self._recorded = DictRecord(compared + [(table, list(table)) for table in tables])
+        self._recorded = DictRecord(self._compared + [(table, list(table)) for table in tables])
+        digest = self._digest_of_settings()
+        self._settings = self._alike.get(digest, digest)
         self._tensors = [value for value in self._recorded.values if isinstance(value, Tensor)]
         self._versions = list(map(_version, self._tensors))
+
+    def _digest_of_settings(self) -> bytes:
+        """Return a digest of flags and words among the attributes, but for those that forward sets.
+
+        A flag may let a layer's rows look at each other, or need more memory: then the model is measured anew. Words that
+        are never the same (the name of a run) are data, as numbers are.
+        """
+        settings = []
+        for number, (held, names) in enumerate(self._compared):
+            for name in names:
+                value = held.get(name)  # forward may have deleted it
+                if not isinstance(value, bool | str | Enum) or (number, name) in self._written:
+                    continue
+                if isinstance(value, str):
+                    words = self._words[number, name]
+                    words.add(value)
+                    if len(words) > _MOST_WORDS:
+                        continue
+                settings.append((number, name, value))
+        return hashlib.sha256(repr(settings).encode()).digest()
 
     def _is_unchanged(self) -> bool:
         """Compare with the last record. Every call does: it is quick, and may report changes that are none."""
@@ -263,7 +298,8 @@ class Contract:
             if key not in NOT_PLAIN
         }
 
-    def _note_written(self, keys: set[Key]) -> None:
+    def _note_written(self, keys: set[Key], settings: bytes) -> None:
+        """Note that forward has written `keys`; `settings`: the digest before it did."""
         told = {key for key in keys - self._written if key[1] not in (SET_ONCE, *self._held[key[0]]["_buffers"])}
         names = sorted(map(self._name, told))
         if names and not self._is_said:
@@ -273,7 +309,10 @@ class Contract:
                 "there when engine.step() or a look at a loss has run them.",
                 ", ".join([*names[:4], "..."] if len(names) > 4 else names),
             )
-        self._written |= keys
+        if not keys <= self._written:
+            self._written |= keys
+            # Without what forward sets, settings are as they were: nothing is to be measured anew.
+            self._alike[self._digest_of_settings()] = self._settings = settings
         for number, name in keys:
             value = self._held[number].get(name)
             if any(isinstance(one, Tensor) and one.requires_grad for one in tree_iter(value)):

@@ -24,11 +24,13 @@ Batch = dict[str, Any]
 
 
 class Centring(nn.Linear):
-    """Its rows look at each other if it is told so, or in evaluation mode."""
+    """Its rows look at each other if it is told so, by an argument or an attribute, or in evaluation mode."""
+
+    centres = False
 
     def forward(self, x: Tensor, centre: bool) -> Tensor:
         hidden = torch.tanh(super().forward(x))
-        return hidden - hidden.mean(0) if centre or not self.training else hidden
+        return hidden - hidden.mean(0) if centre or self.centres or not self.training else hidden
 
 
 class Net(nn.Module):
@@ -58,15 +60,18 @@ def make_sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.5)
 
 
+@pytest.mark.parametrize("flag", ["an argument", "an attribute"])
 @pytest.mark.parametrize("rows", [1, GROUP * ROWS], ids=["in slices", "joined"])
-def test_rows_that_a_flag_lets_look_at_each_other_run_together(rows: int) -> None:
+def test_rows_that_a_flag_lets_look_at_each_other_run_together(rows: int, flag: str) -> None:
     torch.manual_seed(0)
     model = Net()
     plain = copy.deepcopy(model)
     optimizer = make_sgd(plain.parameters())
     with engine_for(model, make_sgd, config_of(GROUP, harmony={"micro_batch": rows})) as engine:
         for centre in (False, True, False):
-            group = batches(centre=centre)
+            group = batches(centre=centre and flag == "an argument")
+            for layer in (*model.layers, *plain.layers):
+                layer.centres = centre and flag == "an attribute"
             optimizer.zero_grad()
             loss = torch.stack([plain(**batch) for batch in group]).mean()
             loss.backward()
@@ -115,6 +120,17 @@ def test_flags_and_numbers_that_change_from_call_to_call_are_measured_once_each(
         assert len(measured) == 2
         assert engine.plan is not None
         assert engine.plan.policy.joined_count == (GROUP if rows == GROUP * ROWS else 1)
+
+
+def test_flags_among_attributes_are_measured_once_each_and_numbers_and_names_are_not(measured: list[Sample]) -> None:
+    model: Any = Net()
+    with engine_for(model, make_sgd, config_of(GROUP, harmony={"micro_batch": "config"})) as engine:
+        for step in range(40):
+            model.step, model.name, model.logs = step, f"step {step}", step % 2 == 0
+            engine.train_batch(iter(batches()))
+            if step == 20:
+                measured.clear()  # of words that an attribute is in turn, the first ones may be modes
+        assert not measured
 
 
 class Head(nn.Linear):

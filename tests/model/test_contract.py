@@ -59,3 +59,30 @@ def test_modes_are_found_apart_from_attributes(change: Callable[[Model], object]
     now = contract.read_state()
     assert now.attributes is before.attributes
     assert now.modes != before.modes
+
+
+def test_measurements_depend_on_flags_and_words_and_not_on_numbers() -> None:
+    model: Any = Model()
+    model.uses_mask, model.mode = False, "first"
+    contract = Contract(model)
+    flags = contract.read_state().modes.flags
+    model.scale = 2.0
+    assert contract.read_state().modes.flags == flags
+    model.uses_mask = True
+    other = contract.read_state().modes.flags
+    model.mode = "second"
+    assert len({flags, other, contract.read_state().modes.flags}) == 3
+    model.uses_mask, model.mode = False, "first"
+    assert contract.read_state().modes.flags == flags
+
+
+def test_a_flag_that_forward_sets_is_no_mode() -> None:
+    model: Any = Model()
+    model.has_run = False
+    contract = Contract(model)
+    contract.read_state()
+    with contract.running():
+        model.has_run = True
+    modes = contract.read_state().modes
+    model.has_run = False
+    assert contract.read_state().modes.flags == modes.flags
