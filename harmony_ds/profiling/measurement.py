@@ -147,7 +147,10 @@ class Measurement(LayerCallObserver):
         measured.tail.note(forward=ForwardBytes(peak_bytes=tail_peak))
         del outputs, loss
         self._inputs = []
+        self._runtime.layer_calls.close_heads()
+        with_head = self._interval.alive()
         self._passes.release_head()
+        measured.loss_phase -= with_head - self._interval.alive()  # its weights and their sums are counted by the plan
         measured.incoming = self._trace.numbers(gradient.gradient for call in measured.calls for gradient in call.made)
         self._trace.begin([])
         self._trace.pause()

@@ -94,6 +94,8 @@ class ModelPasses(LayerCallObserver):
         finally:
             self._runtime.random.close()
             calls.checks_recomputation = checked
+            # They hold weights, which have left the device.
+            self.untouched, self.inter_layer, self._weights_of_head = Untouched(), InterLayerGraph(), ()
 
     def forward(self, sample: Sample) -> Any:
         """Run one forward pass of `sample`, on a random stream of its own; return the model's outputs.
@@ -154,8 +156,6 @@ class ModelPasses(LayerCallObserver):
 
         None: the call is to be run now. `gather`: see `LayerCalls.open_head`.
         """
-        if self.rows.cuts:
-            return None
         head = self._runtime.layer_calls.open_head(request, copy.leaves, gather)
         if head is not None:
             self.call_number += 1

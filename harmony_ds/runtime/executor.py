@@ -370,12 +370,13 @@ class Executor:
 
     # ---- compute
 
-    def _forward(self, task: Task, keeps_graph: bool = False, outputs_stay: bool = False) -> None:
+    def _forward(self, task: Task, keeps_graph: bool = False, loss_follows: bool = False) -> None:
         """Let a forward pass go on until it has passed the pack.
 
         Args:
             keeps_graph: whether layer calls keep their graphs where these stay valid; else they run again in backward.
-            outputs_stay: whether the outputs stay on the pack's device; else they are moved to the device of losses.
+            loss_follows: whether the same task propagates back from the loss. Then outputs stay on the pack's device (else
+                they are moved to the device of losses), and a head that runs in tiles of tokens has one graph with the loss.
         """
         micro_batch, leaves = self._micro_batches[task.micro_batch], self._leaves(task.pack)
         if micro_batch.forward_done:  # it ended before this pack
@@ -383,19 +384,26 @@ class Executor:
         lane = self._enter(micro_batch)
         lane.run_on(
             partial(micro_batch.position_of, self._plan.calls),
-            partial(self._answer_cut, task.pack, micro_batch, leaves, keeps_graph),
+            partial(self._answer_cut, task.pack, micro_batch, leaves, keeps_graph, loss_follows),
             self._plan.packs[task.pack].positions[-1],
         )
         if lane.finished:
             micro_batch.finish()
             # Outputs of those that share a loss wait where they are for the last one.
-            if not (outputs_stay or micro_batch.loss_members):
+            if not (loss_follows or micro_batch.loss_members):
                 micro_batch.outputs = map_tensors(
                     partial(self._runtime.device_transfers.move, place=HOME), micro_batch.outputs
                 )
 
     def _answer_cut(
-        self, pack: int, micro_batch: MicroBatch, leaves: Leaves, keeps_graph: bool, request: Request, position: int
+        self,
+        pack: int,
+        micro_batch: MicroBatch,
+        leaves: Leaves,
+        keeps_graph: bool,
+        loss_follows: bool,
+        request: Request,
+        position: int,
     ) -> Any:
         """Return the outputs, cut from their graph, of a layer call."""
         number = micro_batch.pass_position(position)
@@ -403,7 +411,10 @@ class Executor:
         layer_calls, inter_layer = self._runtime.layer_calls, micro_batch.inter_layer
         read_state = self._runtime.random.snapshot
         if layer_calls.head_tiles.size and not keeps_graph:
-            head = self._open_cut_head(micro_batch, leaves, request, position, number)
+            if loss_follows:
+                head = layer_calls.open_head(request, leaves, partial(self._accumulate, pack))
+            else:
+                head = self._open_cut_head(micro_batch, leaves, request, position, number)
             if head is not None:
                 return head
         if keeps_graph:
@@ -425,8 +436,6 @@ class Executor:
         layer_calls = self._runtime.layer_calls
         if micro_batch.reduce is not None:  # what is kept of its outputs is made while the weights are there
             return layer_calls.open_head(request, leaves)
-        if self._plan.rows.cuts:
-            return None
         record = partial(micro_batch.record_of_head, len(micro_batch.heads))
         weights = partial(self._weights_of, request.layer)
         head = layer_calls.open_recorded_head(request, number, weights, micro_batch.inter_layer, record)
@@ -472,7 +481,7 @@ class Executor:
         self._begin_shared_loss(task)
         if plan.rows.cuts:
             # One graph of all rows would need the memory that slices save: this pack is recomputed as the others are.
-            self._forward(task, outputs_stay=True)
+            self._forward(task, loss_follows=True)
             if plan.policy.slices_from_host:
                 self._stash_out(task)
             self._propagate_loss(task, micro_batch, leaves)
