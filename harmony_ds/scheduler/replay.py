@@ -10,7 +10,9 @@ task makes the requests that were recorded when the model was measured (`Allocat
     FUSED                         the same, then the loss, then `propagate` of each call, last one first
     BACKWARD                      of each call, last one first: `recompute`, `propagate`; then what is stashed is freed
     BACKWARD_FROM_GRAPH           of each call, last one first: `propagate`
-    STASH_OUT, CROSSING_OUT, ...  frees what leaves, once it has been copied; what comes back is requested anew
+    STASH_OUT, CROSSING_OUT, ...  frees what leaves, once it has been copied; what comes back is requested anew. Where slices
+                                  take their inputs from the host, FUSED sends its stash away before the loss, too, and all
+                                  that leaves is freed at once
     FREE_GRADIENTS                frees the sums of a pack's gradients, which its first micro-batch has made
 
 A micro-batch's inputs are not among them: they have a pool of their own, which is set aside (`allocator_fit.upload_bytes`).
@@ -133,6 +135,8 @@ class Replay:
                 self._hold(lane, call)
                 self._play_with_outputs(lane, call)
                 self._play(lane, call.code)
+        if kind is TaskKind.FUSED and self._plan.policy.slices_from_host:
+            self._stash_out(lane, pack)
         if kind is TaskKind.FUSED:
             if self._costs.costs[pack.positions[-1]].runs_with_loss:  # its gradients are added up after each tile
                 self._make_sums(pack, pack.positions[-1:])
@@ -243,13 +247,7 @@ class Replay:
                     self._free(self._malloc(pack.update_bytes))
                 self._free_sums(pack)
             case TaskKind.STASH_OUT if lane is not None:
-                self._free_all(self._leaving)
-                for number in self._stashed(pack):
-                    if number in lane.blocks and number in lane.held:
-                        lane.stash_on_host[number] = lane.blocks[number].nbytes
-                        if number in lane.ended:
-                            self._leaving.append(lane.blocks.pop(number))
-                        del lane.held[number]
+                self._stash_out(lane, pack)
             case TaskKind.STASH_IN if lane is not None:
                 self._free_all(self._leaving)
                 for number in self._stashed(pack):
@@ -274,6 +272,20 @@ class Replay:
                 lane.gradients = []
             case TaskKind.CROSSING_GRADIENTS_IN if lane is not None:
                 lane.gradients = [self._malloc(nbytes) for nbytes in lane.gradients_on_host]
+        if self._plan.policy.slices_from_host:
+            self._free_all(self._leaving_crossing)
+
+    def _stash_out(self, lane: _Lane, pack: Pack) -> None:
+        """Send to the host what a micro-batch has stashed for the pack, and free what has been sent before."""
+        self._free_all(self._leaving)
+        for number in self._stashed(pack):
+            if number in lane.blocks and number in lane.held:
+                lane.stash_on_host[number] = lane.blocks[number].nbytes
+                if number in lane.ended:
+                    self._leaving.append(lane.blocks.pop(number))
+                del lane.held[number]
+        if self._plan.policy.slices_from_host:
+            self._free_all(self._leaving)
 
     def _stashed(self, pack: Pack) -> dict[int, None]:
         """Return the numbers of what the pack's calls stash, each once."""

@@ -269,8 +269,9 @@ class Planner:
         step.
 
         Rows come first: slices of half of them, a quarter, and so on; but not where the last layer and the loss, which is
-        over all rows, take most. Then tiles of tokens, beside whole rows and, last, beside slices; then slices again, with
-        all that is between layers on the host.
+        over all rows, take most: then those run in tiles of tokens, and slices come where the other layers take most. Then
+        tiles of tokens in the other layers, beside whole rows and, last, beside slices; then slices again, with all that is
+        between layers on the host.
 
         Raises:
             DoesNotFitError: none fits. The error is that of the attempt that needs least, and lists the others; layer calls
@@ -330,6 +331,11 @@ class Planner:
             self._slice(*whole)
         costs = first.costs
         while (tiles := self.smaller_tiles(sample, costs)) is not None:
+            if self.tiles.head and not self.tiles.layers and tiles.layers:
+                found = self._with_fewest_slices(sample, try_now, costs)
+                if found is not None:
+                    return found
+                self._slice(*whole)
             self.cut_into(tiles)
             tried = try_now()
             if tried.failure is None:

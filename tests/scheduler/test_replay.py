@@ -120,6 +120,15 @@ def test_crossing_tensors_leave_with_the_next_run_and_come_back() -> None:
     assert requests["Z0.0"] == [4]
 
 
+def test_what_slices_take_from_the_host_leaves_at_once_and_before_the_loss() -> None:
+    policy = replace(ON_DEVICE, stash_on_host=ALL_PACKS, crossing_on_host=True, slices_from_host=True)
+    requests = requests_of(plan_of(policy, micro_batches=2), replace(COSTS, in_slices=True))
+    assert requests["S0.0"] == requests["S0.1"] == requests["X0.0"] == requests["X0.1"] == [-8]
+    # Working memory and the output; the input, which is the stash, goes to the host; then the loss.
+    assert requests["L1.0"][:5] == [16, 8, -16, -8, 1]
+    assert requests["V1.0"] == [-4]
+
+
 @pytest.mark.parametrize(
     "policy",
     [
@@ -127,6 +136,7 @@ def test_crossing_tensors_leave_with_the_next_run_and_come_back() -> None:
         Policy(deferred_update=True),
         replace(ON_DEVICE, stash_on_host=ALL_PACKS),
         replace(ON_DEVICE, stash_on_host=ALL_PACKS, crossing_on_host=True),
+        replace(ON_DEVICE, stash_on_host=ALL_PACKS, crossing_on_host=True, slices_from_host=True),
         replace(ON_DEVICE, kept=(0,), graphs=(2, 0)),
         replace(ON_DEVICE, resident=(0,)),
         replace(ON_DEVICE, grouping=False),
