@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,8 +51,14 @@ class Tiles:
 UNCUT = Tiles()
 
 
-def head_takes_most(costs: CostTable) -> bool:
-    """Return whether the last layer and the loss take more device memory than any other layer call."""
-    *others, last = costs.costs
-    head = costs.tail_bytes + max(last.forward.peak_bytes, last.backward.peak_bytes)
-    return head > max((max(cost.forward.peak_bytes, cost.backward.peak_bytes) for cost in others), default=0)
+def head_takes_most(costs: CostTable, parameter_bytes: Sequence[int]) -> bool:
+    """Return whether the last layer and the loss take more device memory than any other layer call.
+
+    Args:
+        parameter_bytes: of each call, the weights and the sums of their gradients.
+    """
+    *others, last = [
+        held + max(cost.forward.peak_bytes, cost.backward.peak_bytes)
+        for held, cost in zip(parameter_bytes, costs.costs, strict=True)
+    ]
+    return costs.tail_bytes + last > max(others, default=0)

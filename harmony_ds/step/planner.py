@@ -320,15 +320,16 @@ class Planner:
 
     def _try_cuts(self, sample: Sample, try_now: TryNow[_Found]) -> _Found | None:
         """Return what is found with the fewest cuts, in the order of `with_fewest_cuts`; None: nothing fits."""
-        whole = self._cuts_now
+        whole, uncut = self._cuts_now, self.tiles
         first = try_now()
         if first.failure is None:
             return first.result()
-        if first.costs is None or not head_takes_most(first.costs):  # the loss is over all rows
+        if first.costs is None or not self._head_takes_most(first.costs):  # the loss is over all rows
             found = self._with_fewest_slices(sample, try_now, first.costs)
             if found is not None:
                 return found
             self._slice(*whole)
+            self.cut_into(uncut)
         costs = first.costs
         while (tiles := self.smaller_tiles(sample, costs)) is not None:
             if self.tiles.head and not self.tiles.layers and tiles.layers:
@@ -411,7 +412,7 @@ class Planner:
             if size > 1 and whole_bytes * size > room_bytes * rows:
                 continue
             self._slice(Sizes(size, size), self._slices_from_host)
-            tried = try_now()
+            tried = self._with_largest_head_tiles(sample, try_now)
             if tried.failure is None:
                 return tried.result()
             if not self._runtime.world.any("cut into slices", self.profiler.rows(Sizes(size, size)).cuts):
@@ -421,6 +422,19 @@ class Planner:
                     return None
                 most_bytes = tried.costs.working_bytes
         return None
+
+    def _with_largest_head_tiles(self, sample: Sample, try_now: TryNow[_Found]) -> _Tried[_Found]:
+        """Return what the last attempt was: with the largest tiles of the last layer and the loss that fit, or the smallest,
+        as long as these take most.
+        """
+        tried = try_now()
+        while tried.failure is not None and tried.costs is not None:
+            tiles = self.smaller_tiles(sample, tried.costs)
+            if tiles is None or tiles.head == self.tiles.head:
+                break
+            self.cut_into(tiles)
+            tried = try_now()
+        return tried
 
     def _slice(self, sizes: Sizes | None, slices_from_host: bool = False) -> None:
         """Cut layer calls into slices of `sizes` from now on; forget what was measured in others."""
@@ -498,10 +512,20 @@ class Planner:
         layers = None if now.layers and not seen.layers else _next_smaller(_LAYER_TILES, now.layers, most)
         cuts_head = head is not None and (not now.head or layers is None)
         if costs is not None and costs.costs:
-            cuts_head = head_takes_most(costs)
+            cuts_head = self._head_takes_most(costs)
         if cuts_head:
             return None if head is None else replace(now, head=head)
         return None if layers is None else replace(now, layers=layers)
+
+    def _head_takes_most(self, costs: CostTable) -> bool:
+        """Return whether the last layer and the loss, with weights and their gradients, take most device memory."""
+        graph, element = self.graph, self._element
+        held = []
+        for layer in costs.calls:
+            parameters = [graph.parameter(name) for name in graph.layers[layer].parameters]
+            sums = sum(slab_bytes(spec.numel, element.gradient) for spec in parameters if spec.trainable)
+            held.append(sum(spec.weight_bytes(element.weight) for spec in parameters) + sums)
+        return head_takes_most(costs, held)
 
     def _choose_quickly(self, costs: CostTable, sizes: Sizes) -> Choice:
         return self._choose(self.graph_with(costs.calls), costs, self._group_size, sizes, thorough=False)[0]

@@ -21,7 +21,18 @@ from harmony_ds.profiling.row_probe import RowProbe
 from harmony_ds.profiling.sample import Sample
 from harmony_ds.scheduler.costs import CostTable
 from tests.cover import spread
-from tests.engine.drive import EVERY_FAMILY, adamw, config_of, engine_for, family, loop, means_of, seed_of, train_groups
+from tests.engine.drive import (
+    EVERY_FAMILY,
+    adamw,
+    config_of,
+    engine_for,
+    family,
+    loop,
+    loop_with,
+    means_of,
+    seed_of,
+    train_groups,
+)
 from tests.families import Batch, Family
 from tests.oracle import assert_same, train_plainly
 
@@ -127,6 +138,23 @@ def test_a_loss_of_the_users_own_is_over_the_whole_micro_batch() -> None:
         engine.train_batch(iter([batch]), loss_fn=contrast)
         # Through so hard a softmax, rounding of the logits grows a hundredfold.
         assert_close(gradients_in(engine.optimizer, model), gradients_in(reference, plain), 1e-5)
+
+
+def test_rows_of_several_lengths_are_grouped_with_a_loss_of_the_users_own() -> None:
+    """What fewer rows give, by which rows are found, is not taken for what the micro-batch gives."""
+    batches = [{key: value[:, :length] for key, value in one.items()} for one, length in _lengths()]
+
+    def loss_of(call: Any, one: Batch) -> Tensor:
+        logits = call(input_ids=one["input_ids"]).logits
+        return nn.functional.cross_entropy(logits.flatten(0, 1), one["input_ids"].flatten())
+
+    with engine_for(LLAMA.build(0.0), summing, config_of(2, harmony=slices(3, 2))) as engine:
+        _, ratios = loop_with(engine, batches, loss_of)
+    assert ratios[1:] == [1.0, 1.0]
+
+
+def _lengths() -> list[tuple[Batch, int]]:
+    return list(zip(group_of(LLAMA, (6, 4, 5, 6, 3, 6)), (8, 5, 7, 8, 4, 6), strict=True))
 
 
 def test_evaluation_is_cut_and_gives_the_same_loss() -> None:

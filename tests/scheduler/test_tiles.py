@@ -34,7 +34,12 @@ def call(peak_bytes: int) -> CallCost:
     return CallCost(backward=BackwardBytes(peak_bytes=peak_bytes))
 
 
-@pytest.mark.parametrize(("last", "tail", "most"), [(10, 11, True), (21, 0, True), (10, 10, False), (0, 5, False)])
-def test_the_head_takes_most_if_it_and_the_loss_take_more_than_any_layer(last: int, tail: int, most: bool) -> None:
+@pytest.mark.parametrize(
+    ("last", "tail", "weights", "most"),
+    [(10, 11, 0, True), (21, 0, 0, True), (10, 10, 0, False), (0, 5, 0, False), (10, 10, 1, True)],
+)
+def test_the_head_takes_most_if_it_and_the_loss_take_more_than_any_layer(
+    last: int, tail: int, weights: int, most: bool
+) -> None:
     table = CostTable((0, 1, 2), (call(7), call(20), call(last)), tail_bytes=tail)
-    assert head_takes_most(table) is most
+    assert head_takes_most(table, (3, 3, 3 + weights)) is most
