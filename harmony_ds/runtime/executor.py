@@ -376,7 +376,7 @@ class Executor:
         Args:
             keeps_graph: whether layer calls keep their graphs where these stay valid; else they run again in backward.
             loss_follows: whether the same task propagates back from the loss. Then outputs stay on the pack's device (else
-                they are moved to the device of losses), and a head that runs in tiles of tokens has one graph with the loss.
+                they are moved to the device of losses), and a head in tiles of tokens has one graph with the loss.
         """
         micro_batch, leaves = self._micro_batches[task.micro_batch], self._leaves(task.pack)
         if micro_batch.forward_done:  # it ended before this pack

@@ -10,9 +10,9 @@ task makes the requests that were recorded when the model was measured (`Allocat
     FUSED                         the same, then the loss, then `propagate` of each call, last one first
     BACKWARD                      of each call, last one first: `recompute`, `propagate`; then what is stashed is freed
     BACKWARD_FROM_GRAPH           of each call, last one first: `propagate`
-    STASH_OUT, CROSSING_OUT, ...  frees what leaves, once it has been copied; what comes back is requested anew. Where slices
-                                  take their inputs from the host, FUSED sends its stash away before the loss, too, and all
-                                  that leaves is freed at once
+    STASH_OUT, CROSSING_OUT, ...  frees what leaves, once it has been copied; what comes back is requested anew. Where
+                                  slices take their inputs from the host, FUSED sends its stash away before the loss, too,
+                                  and all that leaves is freed at once
     FREE_GRADIENTS                frees the sums of a pack's gradients, which its first micro-batch has made
 
 A micro-batch's inputs are not among them: they have a pool of their own, which is set aside (`allocator_fit.upload_bytes`).

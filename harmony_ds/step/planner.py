@@ -68,6 +68,9 @@ _GRAINS = 64
 _SMALLEST_RATIO, _SAME_RATIO = 0.5, 0.95
 """Micro-batches of several sizes are taken to have down to this fraction of the largest one's elements; as of one size
 count those that have no less than the second."""
+_LESS_WITH_TILES = 0.99
+"""With smaller tiles of the last layer and the loss, a plan needs less than this fraction; else those are not what is in
+the way."""
 _FREE_PARTS, _MOST_FREE_PARTS = 32, 4
 """Parts of the budget; how many of them plans leave free at most for an allocator that is short of room again and again."""
 
@@ -125,6 +128,12 @@ def _tried(attempt: Attempt[_Found]) -> _Tried[_Found]:
         return _Tried(attempt(costs), None, None)
     except DoesNotFitError as error:
         return _Tried(None, costs[-1] if costs else None, error.with_traceback(None))
+
+
+def _needs_less(failure: DoesNotFitError, other: DoesNotFitError) -> bool:
+    """Return whether a plan needs less than with what `other` was raised for, as far as that is known."""
+    needed, before = failure.least_budget_bytes, other.least_budget_bytes
+    return needed is None or before is None or needed < _LESS_WITH_TILES * before
 
 
 class Planner:
@@ -347,8 +356,12 @@ class Planner:
             if found is not None:
                 return found
         if self._may_take_slices_from_host:
-            self._slice(WHOLE, slices_from_host=True)
-            return self._with_fewest_slices(sample, try_now, first.costs)
+            for tiles in dict.fromkeys((uncut, self.tiles)):
+                self.cut_into(tiles)
+                self._slice(WHOLE, slices_from_host=True)
+                found = self._with_fewest_slices(sample, try_now, first.costs)
+                if found is not None:
+                    return found
         return None
 
     @property
@@ -424,16 +437,20 @@ class Planner:
         return None
 
     def _with_largest_head_tiles(self, sample: Sample, try_now: TryNow[_Found]) -> _Tried[_Found]:
-        """Return what the last attempt was: with the largest tiles of the last layer and the loss that fit, or the smallest,
-        as long as these take most.
+        """Return the last attempt, with the largest tiles of the last layer and the loss that fit; or with the smallest that
+        help, as long as these take most.
         """
         tried = try_now()
         while tried.failure is not None and tried.costs is not None:
-            tiles = self.smaller_tiles(sample, tried.costs)
-            if tiles is None or tiles.head == self.tiles.head:
+            before, tiles = self.tiles, self.smaller_tiles(sample, tried.costs)
+            if tiles is None or tiles.head == before.head:
                 break
             self.cut_into(tiles)
-            tried = try_now()
+            smaller = try_now()
+            if smaller.failure is not None and not _needs_less(smaller.failure, tried.failure):
+                self.cut_into(before)
+                break
+            tried = smaller
         return tried
 
     def _slice(self, sizes: Sizes | None, slices_from_host: bool = False) -> None:

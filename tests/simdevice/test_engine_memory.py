@@ -103,8 +103,9 @@ def test_activations_of_one_micro_batch_only_are_alive() -> None:
     assert peaks[8] - peaks[2] <= 6 * (2 * crossing + 8192)
 
 
-def test_nothing_stays_on_the_device_between_steps() -> None:
-    engine, device = engine_under(None, group=2, pack_layers=2)
+@pytest.mark.parametrize("harmony", [{}, {"tokens": 8, "micro_batch": 1}], ids=["whole", "tiles and slices"])
+def test_nothing_stays_on_the_device_between_steps(harmony: dict[str, Any]) -> None:
+    engine, device = engine_under(None, group=2, pack_layers=2, **harmony)
     data = batches()
     engine.train_batch(data)
     engine.finish_updates()

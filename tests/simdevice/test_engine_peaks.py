@@ -83,6 +83,16 @@ def test_a_loss_in_tiles_of_tokens_takes_what_was_planned(model: str, packs: int
     check(case, peak)
 
 
+@pytest.mark.parametrize("packs", [1, ALL_CALLS])
+@pytest.mark.parametrize("model", ["gpt2", "llama", "t5"])
+def test_a_loss_in_tiles_of_tokens_beside_slices_of_rows_takes_what_was_planned(model: str, packs: int) -> None:
+    case = Case(model, 5, packs, "host", False, sizes=(2, 1), tokens=8)
+    peak = train(case)
+
+    assert (peak.plan.policy.tile_tokens, peak.plan.policy.backward_rows) == (8, 1)
+    check(case, peak)
+
+
 @pytest.mark.parametrize("model", ["t5", "mixtral", "SkipNet", "SharedDepthNet"])
 def test_a_budget_is_filled_but_never_exceeded(model: str) -> None:
     """The device raises at its limit. The largest plan runs under exactly its own peak, smaller ones under less."""

@@ -41,10 +41,12 @@ def test_late_copies_of_slices_change_no_bit(name: str) -> None:
     assert all(torch.equal(value, there[key]) for key, value in here.items())
 
 
+@pytest.mark.parametrize("tokens", ["off", 8])
 @pytest.mark.parametrize(("name", "count"), [("llama", 1), ("t5", 3)])
-def test_bytes_and_peak_of_slices_are_those_of_the_plan(name: str, count: int) -> None:
+def test_bytes_and_peak_of_slices_are_those_of_the_plan(name: str, count: int, tokens: str | int) -> None:
     one = family(name)
-    with engine_for(one.build(0.0), small_sgd, config_of(count, None, SLICES), device=SimDevice()) as engine:
+    config = config_of(count, None, {**SLICES, "tokens": tokens})
+    with engine_for(one.build(0.0), small_sgd, config, device=SimDevice()) as engine:
         take_slices_from_host(engine)
         train_groups(engine, [group_of(one, (5,) * count)])
         assert engine.plan is not None
