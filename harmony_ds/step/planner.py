@@ -437,7 +437,7 @@ class Planner:
         return None
 
     def _with_largest_head_tiles(self, sample: Sample, try_now: TryNow[_Found]) -> _Tried[_Found]:
-        """Return the last attempt: with the largest tiles of the last layer and the loss that fit, or with the smallest that
+        """Return the last attempt: with the largest tiles of the last layer and the loss that fit, or the smallest that
         help, as long as these take most.
         """
         tried = try_now()
