@@ -12,7 +12,7 @@ import functools
 import sys
 from collections import UserDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import is_
 from typing import Any
 
@@ -57,6 +57,12 @@ class Arguments:
         for place in self.caches:
             values[place] = self.caches[place]
         return values
+
+    def request_with(self, request: Request, tensors: list[Tensor]) -> Request:
+        """Return `request`, which these are the arguments of, with other `tensors`."""
+        values = self.rebuild(tensors)
+        kwargs = dict(zip(self.keywords, values[self.positional :], strict=True))
+        return replace(request, args=tuple(values[: self.positional]), kwargs=kwargs, raised=[])
 
     @property
     def kind(self) -> CallKind:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -145,9 +145,7 @@ class Joins:
             if dim is None and not self._are_same(first.layer, several):
                 return None
             tensors.append(several[0] if dim is None else self._whole(several, dim))
-        values = arguments.rebuild(tensors)
-        kwargs = dict(zip(arguments.keywords, values[arguments.positional :], strict=True))
-        return replace(first, args=tuple(values[: arguments.positional]), kwargs=kwargs, raised=[])
+        return arguments.request_with(first, tensors)
 
     def _whole(self, parts: Sequence[Tensor], dim: int) -> Tensor:
         whole = whole_of(self._device_transfers.to_current([*parts]), dim)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from harmony_ds.decomposer.find import Layer
+from harmony_ds.model.arguments import LayerInputs
 from harmony_ds.model.intercept import Request
 from harmony_ds.model.patching import patched
 from harmony_ds.model.random_streams import RandomState, states_differ
@@ -114,7 +115,7 @@ class RowProbe:
             )
         )
         if self._calls_with_fewer_rows is not None:
-            self._compare(request, trial, copy.leaves, self._calls_with_fewer_rows)
+            self._compare(request, trial, copy.leaves, before, self._calls_with_fewer_rows)
             copy.leaves.drop_gradients()
         del trial  # its memory
         result = self._passes.run_and_discard(request, copy)
@@ -125,9 +126,18 @@ class RowProbe:
         return _Trial(*self._runtime.layer_calls.trial(request, leaves, slicing))
 
     def _compare(
-        self, request: Request, trial: _Trial, leaves: Leaves, calls_with_fewer_rows: Sequence[_CallShapes]
+        self,
+        request: Request,
+        trial: _Trial,
+        leaves: Leaves,
+        before: RandomState,
+        calls_with_fewer_rows: Sequence[_CallShapes],
     ) -> None:
-        """Note where the rows of the last call are, or why its layer cannot be cut."""
+        """Note where the rows of the last call are, or why its layer cannot be cut.
+
+        Args:
+            trial: the call, run once; `before`: of the random numbers, before that.
+        """
         position = len(self._calls) - 1
         more = self._calls[position]
         few = calls_with_fewer_rows[position] if position < len(calls_with_fewer_rows) else None
@@ -144,8 +154,12 @@ class RowProbe:
             refused[layer] = "where its tensors hold the rows cannot be told from their shapes"
         elif not self._note_dims(layer, more.kind, dims):
             refused[layer] = "its calls hold the rows in different places"
-        elif self._runtime.device.has_values and not self._rows_are_independent(request, trial, dims, leaves):
-            refused[layer] = "its rows depend on each other"
+        elif self._runtime.device.has_values:
+            reaches_others = layer in self._drawing and self._last_row_reaches_others(
+                request, trial, dims, leaves, before
+            )
+            if reaches_others or not self._rows_are_independent(request, trial, dims, leaves):
+                refused[layer] = "its rows depend on each other"
 
     def _note_dims(self, layer: int, kind: CallKind, dims: RowDims) -> bool:
         """Note where calls of a kind hold the rows; return False if others of that kind hold them elsewhere.
@@ -156,6 +170,27 @@ class RowProbe:
         fewest = min(known, dims, key=lambda one: one.per_row)
         self._dims[layer][kind] = fewest
         return replace(known, per_row=1) == replace(dims, per_row=1)
+
+    def _last_row_reaches_others(
+        self, request: Request, trial: _Trial, dims: RowDims, leaves: Leaves, before: RandomState
+    ) -> bool:
+        """Return whether a call that draws gives other rows otherwise when it gets the first row in the place of the last.
+
+        It draws the same numbers: those after `before`. Slices draw others, so that they are no test of training mode.
+        """
+        random = self._runtime.random
+        after, rows = random.snapshot(), self._rows * dims.per_row
+        given = LayerInputs.from_request(request)
+        pairs = zip(given.tensors, dims.inputs, strict=True)
+        changed = [_with_first_row_last(tensor, dim, rows) for tensor, dim in pairs]
+        random.replay(before)
+        other = self._trial(given.arguments.request_with(request, changed), leaves)
+        random.replay(after)
+        all_but_last = RowSlice(0, rows - 1, rows)
+        for own, others, dim in zip(trial.outputs, other.outputs, dims.outputs, strict=True):
+            if not close(all_but_last.narrow(own, dim), all_but_last.narrow(others, dim)):
+                return True
+        return False
 
     def _rows_are_independent(self, request: Request, trial: _Trial, dims: RowDims, leaves: Leaves) -> bool:
         """Return whether a call's rows give the same in slices, and nothing to each other's gradients."""
@@ -206,6 +241,15 @@ class RowProbe:
             if zeroed is not None:
                 zeroed.narrow(target.gradient, dim).zero_()
         return self._runtime.layer_calls.propagate_trial(trial.call, leaves)
+
+
+def _with_first_row_last(tensor: Tensor, dim: int | None, rows: int) -> Tensor:
+    """Return a copy of a tensor whose last row is the first one; `dim`: of its `rows`; None: it has none."""
+    if dim is None:
+        return tensor
+    changed = tensor.detach().clone()
+    RowSlice(rows - 1, rows, rows).narrow(changed, dim).copy_(RowSlice(0, 1, rows).narrow(tensor.detach(), dim))
+    return changed.requires_grad_(tensor.requires_grad)
 
 
 def _largest(gradients: Iterable[Tensor | None]) -> float:

@@ -43,12 +43,17 @@ class Centred(Base):
         return (x - x.mean(dim=0)) * self.weight
 
 
-class CentredInTraining(Centred):
-    """Draws, too, so that slices are compared in evaluation mode."""
+class CentredInTraining(Base):
+    """Draws, too, so that slices are compared in evaluation mode; may take the mean as a number."""
+
+    def __init__(self, detached: bool) -> None:
+        super().__init__()
+        self.detached = detached
 
     def forward(self, x: Tensor) -> Tensor:
         x = nn.functional.dropout(x * self.weight, 0.5, self.training)
-        return super().forward(x) if self.training else x
+        mean = x.mean(dim=0) if self.training else 0.0
+        return x - (mean.detach() if self.detached and isinstance(mean, Tensor) else mean)
 
 
 class Mean(torch.autograd.Function):
@@ -178,8 +183,10 @@ def test_others_cannot_and_it_is_said_why(layer: nn.Module, reason: str) -> None
     assert refused == {0: reason}
 
 
-@pytest.mark.parametrize("layer", [CentredInTraining(), CentredBackward(1e-6), Balanced()])
-def test_rows_that_look_at_others_a_little_are_told_by_the_gradients_of_those(layer: nn.Module) -> None:
+@pytest.mark.parametrize(
+    "layer", [CentredInTraining(detached=False), CentredInTraining(detached=True), CentredBackward(1e-6), Balanced()]
+)
+def test_rows_that_look_at_others_a_little_or_in_training_alone_are_told(layer: nn.Module) -> None:
     found, refused = probed(nn.Sequential(RowByRow(), layer))
     assert found.dims.keys() == {0}
     assert refused == {1: SHARED}
