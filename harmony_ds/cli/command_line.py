@@ -165,7 +165,10 @@ def _at_least(least: float, kind: Callable[[str], float] = int, most: float = _M
     """Return an argparse type that refuses numbers less than `least` or more than `most`, and nan."""
 
     def number(text: str) -> float:
-        value = kind(text)
+        try:
+            value = kind(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{text} is no {'whole ' if kind is int else ''}number") from error
         if value < least:
             raise argparse.ArgumentTypeError(f"{text} is less than {least:g}")
         if not value <= most:

@@ -8,6 +8,7 @@ from harmony_ds.cli import options
 from harmony_ds.cli.progress import tell
 from harmony_ds.estimate.subject import load_subject
 from harmony_ds.estimate.survey import measure
+from harmony_ds.scheduler.grid import counted
 
 
 def command(args: argparse.Namespace) -> int:
@@ -16,6 +17,6 @@ def command(args: argparse.Namespace) -> int:
     subject = load_subject(args.model, "cpu", config.micro_batch, args.sequence)
     profile = measure(subject, config).profile
     args.output.write_text(profile.to_json(), encoding="utf-8")
-    calls, rows = len(profile.calls), config.micro_batch
-    print(f"{subject.name}: {calls} layer calls with {rows} rows, on {profile.machine.name}: {args.output}")
+    calls, rows = counted(len(profile.calls), "layer call"), counted(config.micro_batch, "row")
+    print(f"{subject.name}: {calls} with {rows}, on {profile.machine.name}: {args.output}")
     return 0

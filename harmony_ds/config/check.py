@@ -177,13 +177,14 @@ def _config_error(error: ValidationError, raw: Mapping[str, Any], names: set[str
     if first["type"] in ("assertion_error", "value_error"):  # DeepSpeed's own words
         return ConfigError(first["msg"].partition(", ")[2])
     path = ".".join(one for one in first["loc"] if isinstance(one, str) and one in names)
+    given = value_at(raw, path)
     takes, hint = first["msg"].partition(" or instance")[0].partition(" or an instance")[0], ""
     for theirs, better in _BETTER.items():
         takes = takes.replace(theirs, better)
     if path.startswith("harmony."):
         hint = f" {help_of(path.removeprefix('harmony.'))}"
         if any(other["loc"][:2] == first["loc"][:2] for other in others):  # of several types, which the help lists
-            takes = "Input should be something else"
+            return ConfigError(f'"{path}" cannot be {given!r}.{hint}')
     elif path.startswith(("optimizer", "scheduler")):
         hint = ' Write {"type": "AdamW", "params": {...}}, for example.'
-    return ConfigError(f'"{path}": {takes}, not {value_at(raw, path)!r}.{hint}')
+    return ConfigError(f'"{path}": {takes}, not {given!r}.{hint}')

@@ -9,6 +9,7 @@ On the meta device nothing is allocated; on the CPU the weights are random, whic
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import logging
 import re
@@ -105,6 +106,12 @@ def _function(spec: str) -> Callable[[], Any]:
         raise ConfigError(f'"{spec}" cannot be imported: {error}.') from error
     finally:
         sys.path.pop(0)
+    if not callable(function):
+        raise ConfigError(f'"{spec}" is no function but {type(function).__name__}.')
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        raise ConfigError(f'"{spec}" must be a function without arguments: {error}.') from error
     return function
 
 

@@ -27,8 +27,8 @@ def install_as_deepspeed() -> None:
     `deepspeed.zero.Init` and `deepspeed.zero.GatheredParameters`, `safe_get_local_*` and `safe_set_local_*` of
     `deepspeed.utils`, and the functions of `deepspeed.utils.zero_to_fp32`; every parameter's `ds_status` says that it is
     gathered, and `torch.distributed` is initialized, as the launcher says. An `accelerate.Accelerator` that ignores its
-    `deepspeed_plugin` warns. Call it before the training code imports any of
-    these names; DeepSpeed's other names stay as they are.
+    `deepspeed_plugin` warns, and accelerate takes a ds_config without `"zero_optimization"`. Call it before the training
+    code imports any of these names; DeepSpeed's other names stay as they are.
 
     Raises:
         UnsupportedError: a launcher announces several processes, and they cannot be found.
@@ -45,6 +45,7 @@ def install_as_deepspeed() -> None:
     nn.Parameter.ds_status = status.AVAILABLE  # type: ignore[attr-defined]
     if find_spec("accelerate") is not None:
         _warn_of_ignored_plugins()
+        _take_configs_without_zero()
 
 
 def _warn_of_ignored_plugins() -> None:
@@ -68,3 +69,18 @@ def _warn_of_ignored_plugins() -> None:
             )
 
     accelerate.Accelerator.__init__ = init_and_warn
+
+
+def _take_configs_without_zero() -> None:
+    """Let accelerate take a ds_config without "zero_optimization", which its plugin refuses: stage 0 is the default."""
+    config = import_module("accelerate.utils.deepspeed").HfDeepSpeedConfig
+    init = config.__init__
+    if hasattr(init, "__wrapped__"):
+        return
+
+    @wraps(init)
+    def init_with_stage(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self.config.setdefault("zero_optimization", {"stage": 0})
+
+    config.__init__ = init_with_stage

@@ -45,10 +45,7 @@ class _CutNode(torch.autograd.Function):
                 "through one by one, without a graph of their gradients. Gradient penalties need a plain model."
             )
         if is_between_layers():
-            raise UnsupportedError(
-                "forward propagates back (torch.autograd.grad, backward) through layers, whose graphs are not kept while "
-                "it runs. Take such gradients within one layer's forward, or of what is computed after the last layer."
-            )
+            raise UnsupportedError(_BACK_IN_FORWARD)
         if is_for_measuring() is not ctx.harmony_made_for:  # a loss that is measured leads to another engine
             return None, None, None
         for target, gradient in zip(ctx.harmony_targets, gradients, strict=True):
@@ -62,6 +59,12 @@ with torch.inference_mode(False), torch.enable_grad():
     ANCHOR = torch.empty((), device="cpu", requires_grad=True)
 """An input of every `autograd.Function` of the engine: autograd takes its outputs to require gradients, whatever its other
 inputs are. It never gets one itself."""
+_BACK_IN_FORWARD = (
+    "forward propagates back (torch.autograd.grad, backward) through layers, whose graphs are not kept while it runs. Take "
+    "such gradients within one layer's forward (harmony.layers names the module that does so), or of what is computed "
+    "after the last layer."
+)
+_EXPLANATIONS_IN_FORWARD = {"not have been used in the graph": _BACK_IN_FORWARD}
 _EXPLANATIONS = {
     "modified by an inplace operation": "a tensor that a micro-batch's backward pass needs was changed in place after its "
     "forward pass had used it: by the model, or by the forward pass of a later micro-batch of the step, which comes before "
@@ -134,6 +137,17 @@ def explaining_errors() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise_explained(error)
+
+
+@contextmanager
+def explaining_errors_in_forward() -> Iterator[None]:
+    """Turn torch's error about a gradient that forward takes through layers into an UnsupportedError."""
+    try:
+        yield
+    except HarmonyError:
+        raise
+    except RuntimeError as error:
+        raise_explained(error, _EXPLANATIONS_IN_FORWARD, UnsupportedError)
 
 
 def raise_explained(

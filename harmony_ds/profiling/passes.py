@@ -16,7 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from harmony_ds.decomposer.find import Layer
 from harmony_ds.model.checkpointing import checkpoints_bypassed
-from harmony_ds.model.graph_cut import explaining_errors, on_one_thread, reachable_nodes
+from harmony_ds.model.graph_cut import explaining_errors, explaining_errors_in_forward, on_one_thread, reachable_nodes
 from harmony_ds.model.inter_layer import InterLayerGraph
 from harmony_ds.model.intercept import Request, handled_by
 from harmony_ds.model.recorded_call import RecordedCall
@@ -109,7 +109,7 @@ class ModelPasses(LayerCallObserver):
         self._runtime.random.start(self, sample.seed)
         settings = self._runtime.contract.settings
         settings.begin()
-        with checkpoints_bypassed(), handled_by(self), torch.enable_grad():
+        with checkpoints_bypassed(), handled_by(self), torch.enable_grad(), explaining_errors_in_forward():
             outputs = sample.call(sample.inputs)
         settings.end_pass()
         self._runtime.random.check_drawn()

@@ -69,6 +69,7 @@ class ProfileFile:
     def save(self, profile: Profile) -> None:
         """Write beside the path and rename, so that no reader sees half a file, even if others write it meanwhile."""
         if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
             beside = self.path.with_name(f"{self.path.name}.{os.getpid()}.new")
             beside.write_text(profile.to_json(), encoding="utf-8")
             beside.replace(self.path)

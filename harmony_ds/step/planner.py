@@ -319,9 +319,9 @@ class Planner:
         self._cut_as(least)
         if len(failures) == 1:
             return error
-        tried = "; ".join(f"{failure.words}: {failure.needs}" for failure in failures)
+        tried = "\n".join(f"  {failure.words}: {failure.needs}" for failure in failures)
         whole = DoesNotFitError(
-            f"{error} That is with {least.words}. Tried, and the budget that each needs: {tried}.",
+            f"{error}\nThat is with {least.words}. Layer calls were cut in these ways, and each needs a budget:\n{tried}",
             error.least_budget_bytes,
         )
         whole.__cause__ = error.__cause__

@@ -179,9 +179,9 @@ MALFORMED: list[tuple[dict[Any, Any], str]] = [
     ({"harmony": 3}, '"harmony": Input should be an object, not 3'),
     (
         {"harmony": {"micro_batch": 0}},
-        '"harmony.micro_batch": .*, not 0. Rows .*: "config" .*, "auto" .*, a number of at least 1, or {"forward"',
+        '"harmony.micro_batch" cannot be 0. Rows .*: "config" .*, "auto" .*, a number of at least 1, or {"forward"',
     ),
-    ({"harmony": {"micro_batch": {"forward": 4}}}, '"harmony.micro_batch": .*, not {.forward.: 4}. Rows'),
+    ({"harmony": {"micro_batch": {"forward": 4}}}, '"harmony.micro_batch" cannot be {.forward.: 4}. Rows'),
     ({"harmony": {"micro_batch": 4, "plan": "p.json"}}, "harmony.plan says how layer calls are cut"),
     ({"harmony": {"stash": "disk"}}, "\"harmony.stash\": Input should be 'auto', 'device' or 'host', not 'disk'"),
     ({"harmony": {"device": 0}}, '"harmony.device": Input should be a valid string, not 0. "cpu", "cuda"'),
@@ -211,7 +211,7 @@ MALFORMED: list[tuple[dict[Any, Any], str]] = [
     ({"harmony": {"grouping": "off"}}, "\"harmony.grouping\": Input should be a valid boolean, not 'off'"),
     (
         {"harmony": {"residency": "some"}},
-        '"harmony.residency": .*, not .some.. Packs .*"auto" .*, "kept" .*, "off", or a number',
+        '"harmony.residency" cannot be .some.. Packs .*"auto" .*, "kept" .*, "off", or a number',
     ),
     ({"harmony": {"plan": 3}}, '"harmony.plan": Input should be a valid string, not 3. A file with a saved plan'),
 ]

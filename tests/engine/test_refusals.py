@@ -94,7 +94,7 @@ def test_what_does_not_fit_in_any_cut_says_the_least_budget_that_does_and_what_w
         assert not engine._state.planner.tiles.cut
     least, said = caught.value.least_budget_bytes, str(caught.value)
     assert least is not None and said.startswith(f"the smallest plan needs {least - 1040:,} bytes")
-    tried = re.findall(r"(?:needs: |; )([^:;]+): ([\d,]+) bytes", said)
+    tried = re.findall(r"\n  ([^:]+): ([\d,]+) bytes", said)
     needed = {words: int(number.replace(",", "")) for words, number in tried}
     assert min(needed.values()) == least < needed["whole micro-batches"]
     assert {"slices of 1 row", "parts of layers take 16 tokens at a time"} <= {*needed}
@@ -213,6 +213,21 @@ def test_a_budget_too_small_for_measuring_is_an_error_before_training_that_leave
     with engine_for(model, sgd, config) as engine:
         train_groups(engine, GROUPS)
     assert_same(model, expected, bitwise=True)
+
+
+def test_a_gradient_that_forward_takes_through_layers_is_refused_in_words() -> None:
+    """As a gradient penalty does: torch says that the inputs are not used, since each layer's graph is cut."""
+
+    class Penalized(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x.clone().requires_grad_()
+            (gradient,) = torch.autograd.grad(super().forward(x).sum(), x, create_graph=True)
+            return gradient.square().mean()
+
+    model = Penalized(nn.Linear(4, 4), nn.Linear(4, 1))
+    said = r"forward propagates back .* within one layer's forward"
+    with engine_for(model, sgd, config_of(1)) as engine, pytest.raises(UnsupportedError, match=said):
+        engine.train_batch(iter([torch.ones(2, 4)]))
 
 
 def test_several_processes_that_do_not_know_of_each_other_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

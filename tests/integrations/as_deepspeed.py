@@ -9,6 +9,7 @@ import deepspeed
 import pytest
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from deepspeed.utils import zero_to_fp32
 from torch import nn
 from transformers import Trainer
@@ -36,6 +37,7 @@ def deepspeed_as_it_was() -> Iterator[None]:
             patch.setattr(zero_to_fp32, name, getattr(zero_to_fp32, name))
         patch.setattr(nn.Parameter, "ds_status", None, raising=False)
         patch.setattr(Accelerator, "__init__", Accelerator.__init__)
+        patch.setattr(HfDeepSpeedConfig, "__init__", HfDeepSpeedConfig.__init__)
         patch.setenv("ACCELERATE_USE_DEEPSPEED", "false")
         forget_accelerate()
         try:

@@ -141,7 +141,7 @@ def test_a_fused_pack_that_begins_within_a_shared_inter_layer_graph_keeps_its_gr
 
 
 def test_two_processes_that_write_at_once_both_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    graph, path = graph_of([4, 4]), tmp_path / "profile.json"
+    graph, path = graph_of([4, 4]), tmp_path / "a new folder" / "profile.json"
     file = ProfileFile(path, graph, "float32", CpuDevice(None))
     profile = Profile(CPU, ((1, table_of(graph.calls)),), file.key(graph.calls, ()))
     replaced, pids = Path.replace, count(100)
@@ -156,4 +156,4 @@ def test_two_processes_that_write_at_once_both_do(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(Path, "replace", in_between)
     file.save(profile)
     assert file.load(profile.key) == profile
-    assert [one.name for one in tmp_path.iterdir()] == ["profile.json"]
+    assert [one.name for one in path.parent.iterdir()] == ["profile.json"]
