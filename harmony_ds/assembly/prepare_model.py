@@ -55,10 +55,13 @@ def _check_parameters(model: nn.Module, dtype: torch.dtype) -> None:
                 "parameters alone. Freeze quantized weights (requires_grad_(False)), and train adapters beside them."
             )
         if parameter.dtype not in _TRAINED:
+            way = "Convert the model (model.float())"
+            if parameter.is_complex():
+                way = "Train real and imaginary parts (torch.view_as_real), and make it of them in forward"
             raise ModelError(
                 f"{name} is of {parameter.dtype}, and the engine would compute with it in {dtype}: it trains "
-                "torch.float32, bfloat16 and float16 alone. Convert the model (model.float()), or freeze it "
-                "(requires_grad_(False)): what is frozen keeps its dtype."
+                f"torch.float32, bfloat16 and float16 alone. {way}, or freeze it (requires_grad_(False)): what is frozen "
+                "keeps its dtype."
             )
         if dtype == torch.float32 and parameter.dtype != dtype:
             raise ModelError(

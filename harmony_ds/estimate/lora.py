@@ -16,14 +16,20 @@ def add_adapters(model: nn.Module, rank: int) -> None:
     """Put an adapter of `rank` beside every linear layer of `model` but its head, by peft, and freeze the rest, in place.
 
     Raises:
-        ConfigError: peft is not installed, or the model has no linear layers.
+        ConfigError: peft is not installed, the model has no linear layers, or the rank exceeds the sides of all of them.
     """
     try:
         import peft
     except ImportError as error:
         raise ConfigError("--lora puts adapters into the model by peft: pip install peft") from error
-    names = list(linear_layers(model))
-    peft.inject_adapter_in_model(peft.LoraConfig(r=rank, target_modules=names), model)
+    layers = linear_layers(model)
+    most = max(min(layer.in_features, layer.out_features) for layer in layers.values())
+    if rank > most:
+        raise ConfigError(
+            f"--lora {rank} is more than the rank of any linear layer of {type(model).__name__}, which is {most} at most: "
+            "such adapters have more parameters than what they stand beside. Take a lower one, such as --lora 16."
+        )
+    peft.inject_adapter_in_model(peft.LoraConfig(r=rank, target_modules=list(layers)), model)
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:

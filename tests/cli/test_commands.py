@@ -240,6 +240,10 @@ def test_adapters_need_linear_layers_and_peft(monkeypatch: pytest.MonkeyPatch) -
     assert found.exit_code == 1
     assert "Embedding has no linear layers (torch.nn.Linear)" in found.stderr
 
+    found = run("estimate", "tests.cli.test_commands:net", "--lora", "1000000")
+    assert found.exit_code == 1
+    assert re.search(r"--lora 1000000 is more than the rank .* which is \d+ at most", found.stderr)
+
     monkeypatch.setitem(sys.modules, "peft", None)
     found = run("estimate", "tests.cli.test_commands:net", "--lora", "2")
     assert found.exit_code == 1
