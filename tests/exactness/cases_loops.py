@@ -146,6 +146,22 @@ def one_batch_twice_with_dropout(side: Side) -> Found:
     return trained(side, Net(lambda: Block(dropout=0.2)), loss_of=loss_of)
 
 
+@case(*PAIRS, tolerance=REGROUPED)
+def memory_bank_of_outputs(side: Side) -> Found:
+    """The loop keeps outputs, detached, which the losses of later micro-batches are made with (XBM)."""
+    bank: list[Tensor] = []
+
+    def loss(engine: Any, x: Tensor, labels: Tensor) -> Tensor:
+        logits = engine(x)
+        loss = F.cross_entropy(logits, labels)
+        if bank:
+            loss = loss + (logits * torch.stack(bank[-3:]).mean(0)).sum()
+        bank.append(logits.detach())
+        return loss
+
+    return trained(side, Net(), sgd, loss, steps=3)
+
+
 @case(tolerance=REGROUPED)
 def losses_summed_before_one_backward(side: Side) -> Found:
     """Two losses of the model are summed before one backward."""
@@ -272,6 +288,22 @@ def adversarial_networks_with_a_frozen_one(side: Side) -> Found:
         discriminator.requires_grad_(False)
         g.backward(F.softplus(-d(g(-x))).mean())
         g.step()
+    return {**weights(generator, "g "), **weights(discriminator, "d ")}
+
+
+@case(*ONE, tolerance=REGROUPED)
+def adversarial_networks_without_freezing(side: Side) -> Found:
+    """The generator's loss leaves gradients in the discriminator, which zero_grad() drops; one forward for both."""
+    generator, discriminator = Generator(), Net()
+    g, d = side.initialize(generator, sgd(generator)), side.initialize(discriminator, sgd(discriminator))
+    for x, _ in batches(4):
+        d.zero_grad()
+        fake = g(-x)
+        d.backward(F.softplus(-d(x)).mean() + F.softplus(d(fake.detach())).mean())
+        d.step()
+        g.backward(F.softplus(-d(fake)).mean())
+        g.step()
+    d.zero_grad()
     return {**weights(generator, "g "), **weights(discriminator, "d ")}
 
 

@@ -594,6 +594,26 @@ def momenta_zeroed(side: Side) -> Found:
     return changed_between_steps(side, model, zero, optimizer)
 
 
+@case(*ALL)
+def adapters_merged_and_begun_anew(side: Side) -> Found:
+    """ReLoRA: after two steps adapters are added to frozen weights in place, drawn anew, and their state is weakened."""
+    model = Net(LoRA)
+    adapters = [p for block in model.blocks for p in (block.a, block.b)]
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    engine = side.initialize(model, optimizer)
+    for step in range(3):
+        train(engine, batches(2 * side.accumulation, seed=step))
+        with torch.no_grad():
+            for block in model.blocks:
+                block.base.weight.add_(block.b @ block.a)
+                block.a.normal_()
+                block.b.zero_()
+            for p in adapters:
+                optimizer.state[p]["exp_avg"].mul_(0.1)
+                optimizer.state[p]["exp_avg_sq"].mul_(0.01)
+    return weights(model)
+
+
 @case()
 def optimizer_state_loaded(side: Side) -> Found:
     """optimizer.state_dict() is copied after a step and loaded after the next."""

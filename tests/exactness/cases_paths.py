@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import UserDict
+from collections.abc import Callable
+from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributions import Normal, kl_divergence
 
 from tests.exactness.case import ALL, PAIRS, REGROUPED, Found, Tolerance, case
 from tests.exactness.models import (
@@ -48,6 +51,82 @@ class Carrying(Net):
 def objects_of_a_class(side: Side) -> Found:
     """Blocks hand an object of a plain class from one to the next."""
     return by_both_loops(side, Carrying(Carrier))
+
+
+class Called(Block):
+    def forward(self, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:  # type: ignore[override]
+        return super().forward(function(x))
+
+
+class Calling(Net):
+    def __init__(self) -> None:
+        super().__init__(Called)
+        self.bias = nn.Embedding(2, WIDTH)
+
+    def body(self, x: Tensor) -> Tensor:
+        bias = self.bias(torch.arange(len(x)) % 2)
+        x = self.front(x)
+        for block in self.blocks:
+            x = block(x, lambda hidden: hidden + bias)
+        return x
+
+
+@case(*PAIRS, tolerance=REGROUPED)
+def closures_over_a_trained_tensor(side: Side) -> Found:
+    """Blocks are given a function that adds what an embedding has made (a bias, as a score_mod of flex attention)."""
+    return by_both_loops(side, Calling())
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, x: Tensor) -> Normal:
+        mean, log_scale = self.linear(x).chunk(2, -1)
+        return Normal(mean, log_scale.exp())
+
+
+class Autoencoder(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.front = Encoder()
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        posterior = self.front(x)
+        hidden = posterior.rsample()
+        for block in self.blocks:
+            hidden = block(hidden)
+        prior = Normal(torch.zeros(WIDTH), torch.ones(WIDTH))
+        return F.cross_entropy(self.head(hidden), labels) + kl_divergence(posterior, prior).mean()
+
+
+@case(*PAIRS, tolerance=REGROUPED)
+def distribution_as_a_result(side: Side) -> Found:
+    """A layer returns a torch.distributions.Normal, which is sampled from and measured (a variational autoencoder)."""
+    return trained(side, Autoencoder(), sgd, own_loss, steps=3)
+
+
+SCALE = ContextVar("scale", default=1.0)
+
+
+class Scaling(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * SCALE.get()
+
+
+class SettingScale(Net):
+    def body(self, x: Tensor) -> Tensor:
+        token = SCALE.set(0.5 if x[0, 0] > 0 else 2.0)
+        x = super().body(x)
+        SCALE.reset(token)
+        return x
+
+
+@case(*PAIRS)
+def context_variable_set_in_forward(side: Side) -> Found:
+    """Forward sets a ContextVar by its data, and blocks read it."""
+    return by_both_loops(side, SettingScale(Scaling))
 
 
 # ---- results that are written to in place, and what shares their memory

@@ -72,6 +72,26 @@ def buffer_replaced_in_forward(side: Side) -> Found:
     return by_both_loops(side, Net(Replaced), adamw)
 
 
+class Remembering(nn.Module):
+    """Goes on from the state that its last call left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(WIDTH, WIDTH)
+        self.register_buffer("state", torch.zeros(2, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.cell(x, self.state)
+        self.state = hidden.detach()
+        return hidden
+
+
+@case(*PAIRS)
+def recurrent_state_in_a_buffer(side: Side) -> Found:
+    """Recurrent blocks keep their state, detached, in a buffer that the next micro-batch begins with."""
+    return by_both_loops(side, Net(Remembering), adamw)
+
+
 class Codebook(Block):
     """Vector quantization, its codes moved towards what they are chosen for."""
 
