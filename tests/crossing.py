@@ -10,7 +10,7 @@ import pytest
 from harmony_ds.scheduler.choose import make_plan
 from harmony_ds.scheduler.plan import Plan, TaskKind
 from harmony_ds.scheduler.search import Choice, search
-from harmony_ds.step import planner
+from harmony_ds.step import plan_search
 
 
 def move_crossing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,7 +22,7 @@ def move_crossing(monkeypatch: pytest.MonkeyPatch) -> None:
         moved = replace(policy, stash_on_host=len(packing.forward), crossing_on_host=True, graphs=())
         return (replace(choice, plan=make_plan(packing, costs, request, moved)),)
 
-    monkeypatch.setattr(planner, "search", found)
+    monkeypatch.setattr(plan_search, "search", found)
 
 
 def crossing_in(plan: Plan) -> int:

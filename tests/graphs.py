@@ -10,7 +10,7 @@ import pytest
 from harmony_ds.scheduler.choose import make_plan
 from harmony_ds.scheduler.plan import Plan, TaskKind
 from harmony_ds.scheduler.search import Choice, search
-from harmony_ds.step import planner
+from harmony_ds.step import plan_search
 
 
 def keep_graphs(monkeypatch: pytest.MonkeyPatch, counts: tuple[int, ...]) -> None:
@@ -25,7 +25,7 @@ def keep_graphs(monkeypatch: pytest.MonkeyPatch, counts: tuple[int, ...]) -> Non
         plan = make_plan(packing, costs, request, replace(policy, kept=kept, graphs=graphs))
         return (replace(choice, plan=plan),)
 
-    monkeypatch.setattr(planner, "search", found)
+    monkeypatch.setattr(plan_search, "search", found)
 
 
 def graphs_in(plan: Plan) -> int:

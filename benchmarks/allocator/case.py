@@ -31,7 +31,7 @@ from harmony_ds.scheduler.costs import CostTable
 from harmony_ds.scheduler.plan import Plan
 
 MOST_TIMES_REPLANNED = 4
-"""The engine leaves at most an eighth of the budget free (harmony_ds/step/planner.py)."""
+"""The engine leaves at most an eighth of the budget free (harmony_ds/step/beside_plans.py)."""
 HOST = Host("16 cores", 128, 1, 7000, 16, "42 GB/s of updates")
 """The host of the H200 that harmony_ds was measured on."""
 

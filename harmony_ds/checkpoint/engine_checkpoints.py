@@ -89,7 +89,7 @@ class Checkpoints:
             state.health.fail(f"loading {folder} stopped half-way: {error!r}")
             raise
         if snapshot.plan is not None and not options.module_only:
-            state.planner.repeat_cuts(json.loads(snapshot.plan)["policy"])
+            state.planner.cuts.repeat(json.loads(snapshot.plan)["policy"])
         return snapshot
 
     def _resume(self, progress: checkpoint.Progress | None) -> None:

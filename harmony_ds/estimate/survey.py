@@ -312,7 +312,7 @@ def _survey(
     sample = _sample_of(subject, config, state)
     with suppress(DoesNotFitError):
         attempt = partial(_survey_that_fits, state, subject, config, sample, chooses_sizes)
-        return planner.with_fewest_cuts(sample, attempt)
+        return planner.cuts.fewest(sample, attempt)
     return _survey_as_cut(state, subject, config, sample, chooses_sizes)
 
 
@@ -331,7 +331,7 @@ def _survey_that_fits(
     def check_bytes(costs: CostTable) -> None:
         tried.append(costs)
         graph = planner.graph_with(costs.calls)
-        request = planner.request(graph, config.gradient_accumulation_steps, planner.sizes.wanted or WHOLE)
+        request = planner.search.request(graph, config.gradient_accumulation_steps, planner.sizes.wanted or WHOLE)
         peak_bytes = _smallest_peak_bytes(graph, costs, element, request, state.device.copies_overlap)
         if request.budget_bytes is not None and peak_bytes > request.budget_bytes:
             raise DoesNotFitError(
@@ -368,7 +368,7 @@ def _survey_as_cut(
             sized = SizedCosts(smallest, combined(profile, smallest, sample.rows))
     graph = planner.graph_with(profile.calls)
     fragment_bytes = state.device.fragment_bytes(sized.table.working_bytes)
-    request = planner.request(graph, config.gradient_accumulation_steps, sized.sizes, fragment_bytes)
+    request = planner.search.request(graph, config.gradient_accumulation_steps, sized.sizes, fragment_bytes)
     return Survey(subject, config, graph, profile, sized.table, request, planner.sizes.may_join, fragment_bytes)
 
 

@@ -132,7 +132,7 @@ class Recovery:
 
     def can_cut_further(self) -> bool:
         """Whether the run can be made again, and the ds_config leaves open how many rows and tokens a layer call takes."""
-        return self._context.planner.may_cut and self.can_run_again()
+        return self._context.planner.cuts.may_change and self.can_run_again()
 
     def can_plan_for_less(self) -> bool:
         """Whether the run can be planned with a lower budget and made again."""

@@ -17,9 +17,10 @@ from harmony_ds.model.sameness import close, comparison
 from harmony_ds.model.trees import map_tensors
 from harmony_ds.optim.host_optimizer import Hyper
 from harmony_ds.profiling.passes import ModelPasses
+from harmony_ds.step.call_cuts import Cuts
 from harmony_ds.step.context import StepContext
 from harmony_ds.step.pending_micro_batch import PendingMicroBatch
-from harmony_ds.step.planner import CutSizes, Planner
+from harmony_ds.step.planner import Planner
 from harmony_ds.step.samples import called_as, sample_of
 from harmony_ds.step.shared_loss import LossMember, SharedLoss
 
@@ -63,13 +64,13 @@ def check_grouping(context: StepContext, losses: Sequence[SharedLoss]) -> bool:
         return False
     if world.any("draw other numbers", joins_calls and runtime.joins.are_random):  # not single calls' losses
         return True
-    in_tiles = context.planner.tiles_in_use.head > 0
+    in_tiles = context.planner.cuts.tiles_in_use.head > 0
     if world.any("compare no tiles", in_tiles and any(len(loss.members) > 1 for loss in losses)):
         return True  # what the last layer gives in one forward pass is gone when the next one has run
     is_alike = close
     if not joins_calls:
         exact = comparison(runtime.device.torch_device)
-        is_alike = partial(_is_alike, context.planner, context.planner.cut_sizes, exact)
+        is_alike = partial(_is_alike, context.planner, context.planner.cuts.now, exact)
     context.state.free_device()
     passes = ModelPasses(runtime, context.state.layers, context.planner.profiler.unlayered, context.planner.rows)
     saw_unmeasured = False
@@ -100,16 +101,16 @@ def _add_outputs(member: LossMember, collected: dict[LossMember, Any], outputs: 
 
 
 def _is_alike(
-    planner: Planner, cut_sizes: CutSizes, exact: Callable[[Tensor, Tensor], bool], alone: Tensor, loss: Tensor
+    planner: Planner, cuts: Cuts, exact: Callable[[Tensor, Tensor], bool], alone: Tensor, loss: Tensor
 ) -> bool:
     """Return whether two losses are the same; to rounding if calls have been cut further since the first one was made.
 
     Those of layers that draw random numbers cannot be compared then: slices and tiles draw others.
     """
-    if planner.cut_sizes == cut_sizes:
+    now = planner.cuts.now
+    if now.round_alike(cuts):
         return exact(alone, loss)
-    _, tiles = cut_sizes
-    return bool(planner.rows.drawing) or planner.tiles != tiles or close(alone, loss)
+    return bool(planner.rows.drawing) or now.tiles != cuts.tiles or close(alone, loss)
 
 
 def _check_loss(

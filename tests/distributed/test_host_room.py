@@ -23,7 +23,7 @@ def rooms_of(several: Sequence[tuple[int | None, ...]]) -> list[tuple[int | None
         train_with(engine, Training(steps=1))
         planner = planner_of(engine)
         assert engine.plan is not None
-        found.append((planner.request(planner.graph, 2).host_bytes, engine.plan.to_json()))
+        found.append((planner.search.request(planner.graph, 2).host_bytes, engine.plan.to_json()))
         engine.destroy()
         host_memory.host_rooms = list
     return found

@@ -23,7 +23,7 @@ from harmony_ds.scheduler.choose import make_plan
 from harmony_ds.scheduler.packing import Packer
 from harmony_ds.scheduler.plan import Plan, Task
 from harmony_ds.scheduler.search import Choice, search
-from harmony_ds.step import planner
+from harmony_ds.step import plan_search
 from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, train_groups
 from tests.inside import updater_of
 from tests.oracle import assert_same
@@ -217,7 +217,7 @@ def test_runs_before_a_delayed_swap_in_go_on_while_its_pack_is_updated(monkeypat
             if {f"F{before}.0", f"F{before}.1"} <= {*tasks}:
                 run_before.set()
 
-    monkeypatch.setattr(planner, "search", found)
+    monkeypatch.setattr(plan_search, "search", found)
     monkeypatch.setattr(HostOptimizer, "step", late_step)
     model = LLAMA.build(0.0)
     with engine_for(model, adamw, config_of(2, 1.0, {"pack_layers": 1})) as engine:
@@ -258,7 +258,7 @@ def test_a_forward_pack_waits_for_all_the_packs_that_update_its_weights(monkeypa
             going_on.set()
         return copy
 
-    monkeypatch.setattr(planner, "search", found)
+    monkeypatch.setattr(plan_search, "search", found)
     monkeypatch.setattr(HostOptimizer, "step", late_step)
     monkeypatch.setattr(Updater, "wait", waiting)
     monkeypatch.setattr(DeviceCopies, "swap_in", swapped_in)

@@ -91,7 +91,7 @@ def test_what_does_not_fit_in_any_cut_says_the_least_budget_that_does_and_what_w
     with engine_with(80_000) as engine:
         with pytest.raises(DoesNotFitError) as caught:
             engine.train_batch(iter(GROUPS[0]))
-        assert not engine._state.planner.tiles.cut
+        assert not engine._state.planner.cuts.now.tiles.cut
     least, said = caught.value.least_budget_bytes, str(caught.value)
     assert least is not None and said.startswith(f"the smallest plan needs {least - 1040:,} bytes")
     tried = re.findall(r"\n  ([^:]+): ([\d,]+) bytes", said)

@@ -19,7 +19,7 @@ from harmony_ds.scheduler.choose import make_plan
 from harmony_ds.scheduler.plan import Packing
 from harmony_ds.scheduler.resident import resident_packs, tied_closure
 from harmony_ds.scheduler.search import Choice
-from harmony_ds.step import planner
+from harmony_ds.step import plan_search
 from tests.cover import spread
 from tests.engine.drive import (
     adamw,
@@ -202,14 +202,14 @@ def test_the_plan_counts_resident_packs() -> None:
 
 
 def test_kept_packs_are_swapped_in_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    find = planner.search
+    find = plan_search.search
 
     def keeping(graph: Any, costs: Any, machine: Any, element: Any, request: Any, top: int) -> tuple[Choice, ...]:
         choice = find(graph, costs, machine, element, request, top)[0]
         policy = replace(choice.plan.policy, kept=(1, 3))
         return (replace(choice, plan=make_plan(choice.plan.packing, costs, request, policy)),)
 
-    monkeypatch.setattr(planner, "search", keeping)
+    monkeypatch.setattr(plan_search, "search", keeping)
     plain, losses = plainly(LLAMA, 0.1, GROUPS, adamw, 0.5)
     model = LLAMA.build(0.1)
     with engine_for(model, adamw, config_with("off", 0.5)) as engine:

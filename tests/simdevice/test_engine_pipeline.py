@@ -19,7 +19,7 @@ from harmony_ds.offload.stash import Stash
 from harmony_ds.scheduler.choose import make_plan
 from harmony_ds.scheduler.packing import Packer
 from harmony_ds.scheduler.search import Choice, search
-from harmony_ds.step import planner
+from harmony_ds.step import plan_search
 from tests.cover import spread
 from tests.engine.drive import (
     EVERY_FAMILY,
@@ -161,7 +161,7 @@ def plan_at_random(monkeypatch: pytest.MonkeyPatch, choose: random.Random) -> No
         policy = policy_at_random(packing, request.policy, request.micro_batches, choose)
         return (replace(search(*args, **more)[0], plan=make_plan(packing, costs, request, policy)),)
 
-    monkeypatch.setattr(planner, "search", found)
+    monkeypatch.setattr(plan_search, "search", found)
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -23,7 +23,7 @@ ROWS = (5, 4)
 
 def take_slices_from_host(engine: HarmonyEngine) -> None:
     """Plan from now on as where nothing else fits."""
-    planner_of(engine)._slices_from_host = True
+    planner_of(engine).cuts._from_host = True
 
 
 @pytest.mark.parametrize("name", NAMES)

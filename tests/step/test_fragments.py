@@ -125,7 +125,7 @@ def test_a_plan_is_replayed_again_when_micro_batches_differ_in_size(monkeypatch:
         shares.append(smallest_ratio)
         return replace(choice, reserved_bytes=1)
 
-    monkeypatch.setattr("harmony_ds.step.planner.replayed", replayed)
+    monkeypatch.setattr("harmony_ds.step.plan_search.replayed", replayed)
     config = config_of(2, 0.5, {"residency": "off"})
     with engine_for(LLAMA.build(0.0), sgd, config, device=Caching(2**30)) as engine:
         train_groups(engine, [[LARGEST, LARGEST]])
@@ -137,7 +137,7 @@ def test_a_plan_is_replayed_again_when_micro_batches_differ_in_size(monkeypatch:
 
 
 def test_a_plan_that_is_not_served_any_more_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harmony_ds.step.planner.is_served", lambda *_: False)
+    monkeypatch.setattr("harmony_ds.step.plan_search.is_served", lambda *_: False)
     config = config_of(2, 0.5, {"residency": "off"})
     with engine_for(LLAMA.build(0.0), sgd, config, device=Caching(2**30)) as engine:
         train_groups(engine, [[LARGEST, LARGEST]])
@@ -149,7 +149,9 @@ def test_a_plan_that_is_not_served_any_more_is_replaced(monkeypatch: pytest.Monk
 def test_layer_calls_are_cut_where_the_allocator_could_serve_no_plan_of_whole_ones(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("harmony_ds.step.planner.is_served", lambda choice, _: choice.plan.policy.backward_rows == 1)
+    monkeypatch.setattr(
+        "harmony_ds.step.plan_search.is_served", lambda choice, _: choice.plan.policy.backward_rows == 1
+    )
     with engine_on(Caching(2**30)) as engine:
         assert engine.plan is not None and engine.plan.policy.backward_rows == 1
         assert engine._state.planner.leave_more_free()
@@ -159,10 +161,10 @@ def test_layer_calls_are_cut_where_the_allocator_could_serve_no_plan_of_whole_on
 def test_whole_calls_run_with_a_warning_where_the_allocator_could_serve_no_plan_at_all(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("harmony_ds.step.planner.is_served", lambda *_: False)
+    monkeypatch.setattr("harmony_ds.step.plan_search.is_served", lambda *_: False)
     with engine_on(Caching(2**30)) as engine:
         assert engine.plan is not None and engine.plan.policy.backward_rows == 0
-        assert not engine._state.planner.tiles.cut
+        assert not engine._state.planner.cuts.now.tiles.cut
     assert "torch's allocator has to reserve" in caplog.text
 
 

@@ -10,7 +10,7 @@ from harmony_ds.offload import host_memory
 from harmony_ds.offload.host_memory import HostRoom
 from harmony_ds.scheduler.choose import PlanRequest
 from harmony_ds.scheduler.search import search
-from harmony_ds.step import planner
+from harmony_ds.step import plan_search
 from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, sgd, train_groups
 from tests.inside import planner_of
 from tests.oracle import assert_same
@@ -30,7 +30,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[PlanRequest]:
         requests.append(arguments[4])
         return search(*arguments, **named)
 
-    monkeypatch.setattr(planner, "search", searched)
+    monkeypatch.setattr(plan_search, "search", searched)
     return requests
 
 
@@ -55,7 +55,7 @@ def test_a_system_that_does_not_say_bounds_nothing(monkeypatch: pytest.MonkeyPat
     with engine_for(ONE.build(0.0), adamw, config_of(1)) as engine:
         frees(monkeypatch)
         train_groups(engine, groups_of(ONE, 1, 1))
-        assert planner_of(engine).request(planner_of(engine).graph, 1).host_bytes is None
+        assert planner_of(engine).search.request(planner_of(engine).graph, 1).host_bytes is None
 
 
 def test_a_host_without_room_trains_the_same_weights(monkeypatch: pytest.MonkeyPatch) -> None:

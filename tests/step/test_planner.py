@@ -25,7 +25,7 @@ def test_a_plan_for_all_processes_is_made_with_the_slowest_rates(monkeypatch: py
         one.profiler.machine = GPU
         others = [replace(GPU, swap_in_bytes_per_ms=1.0), replace(GPU, update_ms=77.0)]
         monkeypatch.setattr(one._runtime.world, "gather_values", lambda kind, value: [value, *others])
-        assert one._machine() == replace(GPU, swap_in_bytes_per_ms=1.0, update_ms=77.0)
+        assert one.search._machine() == replace(GPU, swap_in_bytes_per_ms=1.0, update_ms=77.0)
 
 
 def test_micro_batches_that_are_larger_in_any_dimension_than_all_before_are_not_covered() -> None:
@@ -72,7 +72,7 @@ def test_a_new_plan_waits_for_the_updates_of_the_old_ones_packs() -> None:
         before = engine.plan
         # More micro-batches than the plan was made for: a new one, here with larger packs.
         planner = planner_of(engine)
-        planner._settings = replace(planner._settings, pack_layers=3)
+        planner.search._settings = replace(planner.search._settings, pack_layers=3)
         engine.set_train_batch_size(8)
         engine.train_batch(iter(groups[1]))
         assert before is not None and engine.plan is not None

@@ -14,7 +14,7 @@ from harmony_ds.distributed import PeerDiverged
 from harmony_ds.errors import DoesNotFitError, EngineFailedError, PeerFailedError
 from harmony_ds.runtime.micro_batch import OffPlanError
 from harmony_ds.step import recovery
-from harmony_ds.step.planner import Planner
+from harmony_ds.step.call_cuts import CallCuts
 from harmony_ds.step.recovery import REMEDIES, ErrorKind, Recovery, Remedy, as_markdown, remedies
 from harmony_ds.step.transitions import StepState
 from tests.engine.drive import config_of, engine_for, sgd
@@ -53,7 +53,7 @@ def prepare(drive: Drive, kind: ErrorKind, remedy: Remedy, run: str) -> None:
     elif remedy.action.__name__ == "plan_for_less":
         drive.engine._state.device.budget_bytes = GIB
     elif kind is K.NO_PLAN and remedy.action.__name__ == "raise_error":
-        drive.patch.setattr(Planner, "may_cut", False)
+        drive.patch.setattr(CallCuts, "may_change", False)
     elif run == "at the boundary" and remedy.action.__name__ not in AGAIN and kind in (K.OFF_PLAN, K.PEER_DIVERGED):
         drive.another_has_read()
 
