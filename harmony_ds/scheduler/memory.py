@@ -425,6 +425,12 @@ class DeviceMemory:
                 self._gradients.release(task.pack)
             case TaskKind.UPDATE_ON_DEVICE:
                 working = self._packs[task.pack].update_bytes
+            case (
+                TaskKind.EVICT | TaskKind.GATHER | TaskKind.REDUCE | TaskKind.SWAP_OUT | TaskKind.NORM | TaskKind.UPDATE
+            ):
+                pass  # what was there before is there while it runs
+            case _:
+                raise AssertionError(f"it is not known what {task.kind} takes")
         held = self._weight_total.nbytes, self._gradient_total.nbytes + self._all_bytes + working
         if self._slices_from_host:
             self._leaving_bytes = self._leaving_crossing_bytes = 0

@@ -8,7 +8,8 @@ micro-batch 0 for pack 1 to the host and back; `X1.0` moves what micro-batch 0 h
 host, `Y2.0` brings it back before pack 2, and `V2.0` and `Z1.0` do the same with gradients on the way back; `N` is the
 point where the gradient norm of the whole model is known; `D2` updates pack 2, which never leaves the device, there;
 `R2` adds up the gradients of pack 2 that several devices have, so that each updates its own piece: before `O2`, or on
-the host after it; `A2` brings together the weights of pack 2 of which each has swapped in its share.
+the host after it; `A2` brings together the weights of pack 2 of which each has swapped in its share; `M2.0` moves what
+micro-batch 0 holds to the device of pack 2, and `W1.0` gradients of it back to that of pack 1.
 
 Parameters that no layer call covers are packs without calls, which come last: `I4` at the beginning of a step brings what
 the model uses between its layers, `O4 G4 E4` at the end takes it away, `U4` updates it.

@@ -235,6 +235,15 @@ class Replay:
 
     def _run_other(self, task: Task) -> None:
         pack, lane = self._plan.packs[task.pack], self._lanes.get(task.micro_batch)
+        if lane is not None:
+            self._move(task, pack, lane)
+        elif task.micro_batch < 0:  # else it has run to its end
+            self._run_of_pack(task, pack)
+        if self._plan.policy.slices_from_host:
+            self._free_all(self._leaving_crossing)
+
+    def _run_of_pack(self, task: Task, pack: Pack) -> None:
+        """Make the requests of a task of all micro-batches."""
         match task.kind:
             case TaskKind.SWAP_IN:
                 self._weights[pack.index] = self._malloc(pack.weight_bytes)
@@ -246,34 +255,42 @@ class Replay:
                 if pack.update_bytes:
                     self._free(self._malloc(pack.update_bytes))
                 self._free_sums(pack)
-            case TaskKind.STASH_OUT if lane is not None:
+            case TaskKind.GATHER | TaskKind.REDUCE | TaskKind.SWAP_OUT | TaskKind.UPDATE | TaskKind.NORM:
+                pass  # in memory that is there, or on the host
+            case _:
+                raise AssertionError(f"it is not known what {task.kind} allocates")
+
+    def _move(self, task: Task, pack: Pack, lane: _Lane) -> None:
+        """Free what a micro-batch sends to the host, or request anew what comes back."""
+        match task.kind:
+            case TaskKind.STASH_OUT:
                 self._stash_out(lane, pack)
-            case TaskKind.STASH_IN if lane is not None:
+            case TaskKind.STASH_IN:
                 self._free_all(self._leaving)
                 for number in self._stashed(pack):
                     nbytes = lane.stash_on_host.pop(number, 0)
                     if nbytes and number not in lane.blocks:
                         lane.blocks[number] = self._malloc(nbytes)
                     lane.ended.add(number)
-            case TaskKind.CROSSING_OUT if lane is not None:
+            case TaskKind.CROSSING_OUT:
                 for position in pack.positions:
                     for number in self._allocations.calls[position].outputs:
                         if number in lane.blocks and number not in lane.held:
                             block = lane.blocks.pop(number)
                             lane.crossing_on_host[number] = block.nbytes
                             self._leaving_crossing.append(block)
-            case TaskKind.CROSSING_IN if lane is not None:
+            case TaskKind.CROSSING_IN:
                 for number, nbytes in lane.crossing_on_host.items():
                     lane.blocks[number] = self._malloc(nbytes)
                 lane.crossing_on_host.clear()
-            case TaskKind.CROSSING_GRADIENTS_OUT if lane is not None:
+            case TaskKind.CROSSING_GRADIENTS_OUT:
                 lane.gradients_on_host = [block.nbytes for block in lane.gradients]
                 self._leaving_crossing += lane.gradients
                 lane.gradients = []
-            case TaskKind.CROSSING_GRADIENTS_IN if lane is not None:
+            case TaskKind.CROSSING_GRADIENTS_IN:
                 lane.gradients = [self._malloc(nbytes) for nbytes in lane.gradients_on_host]
-        if self._plan.policy.slices_from_host:
-            self._free_all(self._leaving_crossing)
+            case _:
+                raise AssertionError(f"it is not known what {task.kind} allocates")
 
     def _stash_out(self, lane: _Lane, pack: Pack) -> None:
         """Send to the host what a micro-batch has stashed for the pack, and free what has been sent before."""

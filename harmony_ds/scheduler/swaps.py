@@ -10,7 +10,19 @@ from harmony_ds.decomposer.graph import LayerGraph
 from harmony_ds.scheduler.costs import CostTable
 from harmony_ds.scheduler.crossing import CrossingBytes, crossing_moves
 from harmony_ds.scheduler.flow import Flow, Move
-from harmony_ds.scheduler.plan import Pack, Packing, Plan, Policy, Task, TaskKind
+from harmony_ds.scheduler.plan import RUNS, Pack, Packing, Plan, Policy, Task, TaskKind
+
+_COPIES_NOTHING = (
+    *RUNS,
+    TaskKind.EVICT,
+    TaskKind.FREE_GRADIENTS,
+    TaskKind.UPDATE,
+    TaskKind.UPDATE_ON_DEVICE,
+    TaskKind.NORM,
+    TaskKind.MOVE,
+    TaskKind.MOVE_BACK,
+)
+"""Kinds of tasks that copy nothing between host and device, but for slices from the host; moves are counted together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +64,8 @@ def swaps_of(plan: Plan, costs: CostTable, rank: int | None = None, counts: Sequ
                 sent += pack.gathered_bytes
             case TaskKind.SWAP_OUT:
                 gradients += pack.swap_out_bytes(rank)
-            case TaskKind.REDUCE if pack.sent_bytes:
-                sent += max(pack.sent_bytes) if rank is None else pack.sent_bytes[rank]
+            case TaskKind.REDUCE:
+                sent += _sent_bytes(pack, rank)
             case TaskKind.STASH_OUT:
                 out += stashes.out_bytes(task) * (counts[task.micro_batch] if counts else 1)
             case TaskKind.FUSED | TaskKind.BACKWARD if plan.policy.slices_from_host:
@@ -66,10 +78,19 @@ def swaps_of(plan: Plan, costs: CostTable, rank: int | None = None, counts: Sequ
                 crossing_out += crossing.of(task) * (counts[task.micro_batch] if counts else 1)
             case TaskKind.CROSSING_IN | TaskKind.CROSSING_GRADIENTS_IN:
                 crossing_in += crossing.of(task) * (counts[task.micro_batch] if counts else 1)
-            case _:
+            case kind if kind in _COPIES_NOTHING:
                 pass
+            case _:
+                raise AssertionError(f"it is not known what {task.kind} copies")
     moved = sum(between_devices(plan.packing, costs.flow, plan.micro_batches).values())
     return Swaps(weights, gradients, out, back, crossing_out, crossing_in, sent, moved)
+
+
+def _sent_bytes(pack: Pack, rank: int | None) -> int:
+    """Return what device `rank` (None: the one that sends most) sends to others to have a pack's gradients reduced."""
+    if not pack.sent_bytes:  # on the host
+        return 0
+    return max(pack.sent_bytes) if rank is None else pack.sent_bytes[rank]
 
 
 class CrossingTaskBytes:

@@ -46,12 +46,12 @@ class Remedy:
     """What is done about an error of some kind.
 
     Attributes:
-        action: the method of `Recovery` that is called with the error.
+        action: the method of `Recovery` that is called with the error; returns what `Recovery.recover` does.
         sentence: what that means, for people.
         when: a method of `Recovery` that must return True for it; the first remedy of a kind that fits is taken.
     """
 
-    action: Callable[[Any, Any], None]
+    action: Callable[[Any, Any], bool]
     sentence: str
     when: Callable[[Any], bool] | None = None
 
@@ -70,12 +70,16 @@ class Recovery:
         self._budget = RetryBudget(context.runtime.device, context.planner)
         self._errors = 0  # so far
 
-    def recover(self, error: BaseException) -> None:
-        """Undo the run, and do what the table says about `error`; return if the run is to be made again, else raise."""
+    def recover(self, error: BaseException) -> bool:
+        """Undo the run, and do what the table says about `error`; return if the run is to be made again, else raise.
+
+        Returns:
+            Whether each of its micro-batches may take another way through the model than was measured.
+        """
         self._errors += 1
         remedy = self._remedy(self._kind_of(error))
         undo_run(self._context, self._run, self.outcome)
-        remedy.action(self, error)
+        return remedy.action(self, error)
 
     def end(self, error: BaseException) -> None:
         """Restore the budget of device memory, since the run ends with `error`.
@@ -143,14 +147,16 @@ class Recovery:
 
     # ---- what the table does
 
-    def measure_again(self, error: BaseException) -> None:
+    def measure_again(self, error: BaseException) -> bool:
         """Let the run's micro-batches be measured, planned and run again, in all processes."""
         if not isinstance(error, PeerDiverged):
             self._context.world.tell_diverged()
+        return True
 
-    def plan_for_less(self, error: torch.OutOfMemoryError) -> None:
+    def plan_for_less(self, error: torch.OutOfMemoryError) -> bool:
         """Let the run's micro-batches be planned for a lower budget, and run again."""
         self._budget.lower(error)
+        return False
 
     def raise_error(self, error: BaseException) -> NoReturn:
         """Raise `error`."""

@@ -722,10 +722,9 @@ class Step:
                         self._update_plan = planned.update_plan
                     return
                 except BaseException as error:  # noqa: BLE001 - `recover` raises it, unless the run is to be made again
-                    recovery.recover(error)
+                    takes_other_ways = recovery.recover(error)
+                self._measure_again(run, takes_other_ways, executor.failure)
                 executor.failure = None  # the run is made again
-                for pending in run.pending:
-                    self.measure(pending)
         except BaseException as error:
             if executor.failure is not None:
                 self._note_place(error, run, executor.failure)
@@ -733,6 +732,23 @@ class Step:
             raise
         finally:
             self._is_running = was_running
+
+    def _measure_again(self, run: Run, takes_other_ways: bool, failure: TaskFailure | None) -> None:
+        """Measure micro-batches of a run that is made again: all, if each may take another way through the model.
+
+        Else memory ran out: the one that failed is measured, and others as far as a new way to cut layer calls is not known
+        to fit them.
+        """
+        planner, pending = self.context.planner, list(run.pending)
+        if not takes_other_ways:
+            failed = [one for one in pending if failure is not None and one.micro_batch.index == failure.micro_batch]
+            first = failed[0] if failed else pending[0]
+            self.measure(first)
+            pending.remove(first)
+        for one in pending:
+            inputs = one.micro_batch.inputs, one.inputs_beside
+            if takes_other_ways or not planner.has_profiled(inputs, one.measured_modes):
+                self.measure(one)
 
     def _note_place(self, error: BaseException, run: Run, failure: TaskFailure) -> None:
         """Note on an error of a run which micro-batch and layer it is of, and where the program called it."""

@@ -15,8 +15,10 @@ from harmony_ds.device.cpu import CpuDevice
 from harmony_ds.device.group import DeviceGroup
 from harmony_ds.errors import UnsupportedError
 from harmony_ds.optim.user_gradients import UserGradients
+from harmony_ds.profiling.sample import Sample
 from harmony_ds.runtime.micro_batch import OffPlanError
 from harmony_ds.scheduler.plan import Task, TaskKind
+from harmony_ds.step.planner import Planner
 from harmony_ds.utils import safe_get_full_grad
 from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, train_groups, weights_of
 from tests.inside import assembly_of
@@ -121,6 +123,23 @@ def test_the_step_is_run_again_with_a_smaller_plan(
     expected, expected_losses = undisturbed()
     assert losses == expected_losses
     assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
+
+
+def test_micro_batches_that_are_alike_are_measured_once_for_the_smaller_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[Sample] = []
+    own = Planner.measure
+
+    def measure(self: Planner, sample: Sample) -> tuple[int, ...]:
+        measured.append(sample)
+        return own(self, sample)
+
+    alike = [GROUPS[0][0]] * MICRO_BATCHES
+    with engine_of(1) as (engine, members):
+        train_groups(engine, [alike])
+        monkeypatch.setattr(Planner, "measure", measure)
+        with shrinking(engine, K.BACKWARD, 1, members):
+            train_groups(engine, [alike])
+    assert len(measured) == 1
 
 
 def test_where_weights_were_updated_already_the_error_comes_up_and_the_engine_says_so() -> None:
