@@ -425,8 +425,8 @@ class HarmonyEngine(nn.Module):
             batches: one for each micro-batch, however many.
             loss_fn: from a batch, on the device, to the scalar to propagate back from; the gradients are those of the sum.
                 It runs in a greenlet for each micro-batch, on the caller's thread, where the calls of several micro-batches
-                take turns; and a few times more to measure the model. It may
-                call `engine.module` any number of times, with and without gradients, and must not call backward.
+                take turns; and a few times more to measure the model. It may call `engine.module` any number of times,
+                with and without gradients, and must not call backward.
             profiling_context: makes the context that measuring runs in, which may undo side effects of `loss_fn`.
             boundary: without it nothing is updated, and the gradients are part of the next step (one process alone).
 

@@ -1,8 +1,8 @@
 """A layer call's arguments and results, taken apart into tensors and everything else.
 
-A call can so be repeated with other tensors. Besides returning results,
-layers write into tensors and containers that they are given (Gemma 3n's keys and values, which later layers read), and
-transformers' layers append tensors (router logits, attentions) to a collector.
+A call can so be repeated with other tensors. Besides returning results, layers write into tensors and containers that they
+are given (Gemma 3n's keys and values, which later layers read), and transformers' layers append tensors (router logits,
+attentions) to a collector.
 """
 
 from __future__ import annotations

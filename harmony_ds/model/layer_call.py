@@ -570,7 +570,7 @@ class LayerCalls:
         whole = SliceAssembler(slicing, tensors)
         first: CallOutputs | None = None
         for part in slicing.slices(slicing.forward):
-            if part.first and slicing.draws:
+            if slicing.draws and not part.is_first:
                 call.states.append(read_state())
             outcome = layer.run(call, slicing.inputs_of(part, tensors), leaves, ends)
             whole.add(part, outcome.inputs, outcome.leaves)

@@ -45,18 +45,22 @@ def slicing_of(asked: Rows, layer: int, kind: CallKind, tensors: list[Tensor], d
 
 @dataclass(frozen=True, slots=True)
 class RowSlice:
-    """Rows `first` to `last` (exclusive) of `of`."""
+    """Rows `begin` to `end` (exclusive) of `of`."""
 
-    first: int
-    last: int
+    begin: int
+    end: int
     of: int
+
+    @property
+    def is_first(self) -> bool:
+        return self.begin == 0
 
     def narrow(self, tensor: Tensor, dim: int | None) -> Tensor:
         """Return the part of `tensor` with these rows, which are in dimension `dim` (None: all rows share it)."""
         if dim is None:
             return tensor
         width = tensor.shape[dim] // self.of
-        return tensor.narrow(dim, self.first * width, (self.last - self.first) * width)
+        return tensor.narrow(dim, self.begin * width, (self.end - self.begin) * width)
 
 
 Piece = tuple[list[Tensor], Targets, list[Tensor | None]]
@@ -75,8 +79,8 @@ class Slicing:
 
     def slices(self, size: int) -> Iterator[RowSlice]:
         """Yield slices of `size` rows from the first row to the last; the last slice may be smaller."""
-        for first in range(0, self.rows, size):
-            yield RowSlice(first, min(first + size, self.rows), self.rows)
+        for begin in range(0, self.rows, size):
+            yield RowSlice(begin, min(begin + size, self.rows), self.rows)
 
     def propagated(
         self,
@@ -111,7 +115,7 @@ class Slicing:
     def gradients_of(self, part: RowSlice, gradients: Iterable[Tensor | None]) -> list[Tensor | None]:
         """Return the rows of `part` of the output gradients; one that all rows share belongs to the first slice."""
         return [
-            None if gradient is None or (dim is None and part.first) else part.narrow(gradient, dim)
+            None if gradient is None or (dim is None and not part.is_first) else part.narrow(gradient, dim)
             for gradient, dim in zip(gradients, self.dims.outputs, strict=True)
         ]
 
@@ -132,7 +136,7 @@ class SliceAssembler:
         for place, leaf in enumerate(leaves):
             dim = next(dims) if isinstance(leaf, Tensor) else None
             first = first_of.setdefault(id(leaf), place) if dim is not None else place
-            if part.first == 0:
+            if part.is_first:
                 self.leaves.append(self._begin(leaf, dim, returned) if first == place else self.leaves[first])
             if isinstance(leaf, Tensor) and dim is not None and id(leaf) not in returned:
                 part.narrow(self.leaves[place].detach(), dim).copy_(leaf.detach())

@@ -1,4 +1,4 @@
-"""The gradients that wait for their update: added up over packs, measured, and scaled for the optimizer.
+"""The gradients that wait for their update: added up over packs, and scaled for the optimizer.
 
 Those on the host are `HostGradients`, those of resident packs `ResidentPacks`.
 """
@@ -18,7 +18,7 @@ class GradientSums(ABC):
     """Gradients by parameter, added up over packs. Knows no thread.
 
     Attributes:
-        norms: of gradients that have been measured, by parameter.
+        norms: those that have been computed, by parameter.
         received: the parameters of which a gradient has come, and was not discarded, since the last `pop_received`.
     """
 
@@ -48,7 +48,7 @@ class GradientSums(ABC):
         return received
 
     @torch.no_grad()
-    def measure(self, names: Iterable[str]) -> None:
+    def compute_norms(self, names: Iterable[str]) -> None:
         """Compute the norms of the gradients of `names`, to which nothing more is added."""
         for name, total in self._trained(names):
             self.norms[name] = self._norm_of(name, total)
@@ -56,14 +56,14 @@ class GradientSums(ABC):
     def _norm_of(self, name: str, total: Tensor) -> Tensor:
         return self.world.norm_part(total)
 
-    def _scale(self, name: str, gradient: Tensor, coefficient: Tensor | None, measured: bool) -> None:
+    def _scale(self, name: str, gradient: Tensor, coefficient: Tensor | None, norms_known: bool) -> None:
         """Scale `gradient`, that of `name` in the dtype that the optimizer takes, in place.
 
         Args:
             coefficient: factor of all gradients (on the host, 0-dim); None: 1.
-            measured: whether their norms are known; otherwise this one's is computed, for reports.
+            norms_known: whether their norms are; otherwise this one's is computed, for reports.
         """
-        if not measured:
+        if not norms_known:
             self.norms[name] = self._norm_of(name, gradient)
         if coefficient is not None:
             gradient.mul_(coefficient.item())

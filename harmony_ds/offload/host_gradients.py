@@ -304,7 +304,7 @@ class HostGradients(GradientSums):
                 transfer.arrived.synchronize()
 
     def _norm_of(self, name: str, total: Tensor) -> Tensor:
-        # The norm from the device is used once: the program may change the gradient before it is measured again.
+        # The norm from the device is used once: the program may change the gradient before its norm is computed again.
         norm = self._transfers[name][0].norms.pop(name, None)
         return super()._norm_of(name, total) if norm is None else norm.clone()
 
@@ -323,16 +323,16 @@ class HostGradients(GradientSums):
         return total
 
     def for_update(
-        self, names: Iterable[str], coefficient: Tensor | None, measured: bool
+        self, names: Iterable[str], coefficient: Tensor | None, norms_known: bool
     ) -> Iterator[dict[str, Tensor]]:
-        """Yield the gradients of `names`, scaled and in the masters' dtype; `coefficient` and `measured` as in `_scale`.
+        """Yield the gradients of `names`, scaled and in the masters' dtype; `coefficient` and `norms_known` as in `_scale`.
 
         All are yielded at once, or as many at a time as the buffer for casts holds: these are overwritten by the next ones.
         """
         if self.casts is None:
             gradients = dict(self._trained(names))
             for name, gradient in gradients.items():
-                self._scale(name, gradient, coefficient, measured)
+                self._scale(name, gradient, coefficient, norms_known)
             yield gradients
             return
         batch: dict[str, Tensor] = {}
@@ -342,7 +342,7 @@ class HostGradients(GradientSums):
                 yield batch
                 batch, begin = {}, 0
             gradient = self.casts[begin : begin + total.numel()].view(total.shape).copy_(total)
-            self._scale(name, gradient, coefficient, measured)
+            self._scale(name, gradient, coefficient, norms_known)
             batch[name] = gradient
             begin += slab_bytes(total.numel(), gradient.element_size()) // gradient.element_size()
         yield batch

@@ -385,13 +385,13 @@ class ResidentPacks(GradientSums):
         return read
 
     @torch.no_grad()
-    def update(self, names: Iterable[str], hyper: Hyper, coefficient: Tensor | None, measured: bool) -> None:
-        """Update `names` from their gradients, which are dropped; `coefficient` and `measured` as in `_scale`."""
+    def update(self, names: Iterable[str], hyper: Hyper, coefficient: Tensor | None, norms_known: bool) -> None:
+        """Update `names` from their gradients, which are dropped; `coefficient` and `norms_known` as in `_scale`."""
         assert self._optimizer is not None
         gradients: dict[str, Tensor] = {}
         for name, total in self._trained(names):
             gradients[name] = total.to(torch.float32)
-            self._scale(name, gradients[name], coefficient, measured)
+            self._scale(name, gradients[name], coefficient, norms_known)
         self.received.update(gradients)
         stepped = {name: self._stepped[name] for name in gradients}
         for name in stepped:

@@ -4,14 +4,15 @@ The engine's thread queues jobs; this thread runs them in the order of step and 
 
     engine's thread      update thread
     deposit(transfer)    keep the gradients, which are on their way; add up those of a parameter that has several
-    measure(names)       compute their norms (only of deferred updates)
+    compute_norms(names) compute their norms (only of deferred updates)
     norm(norm_options)   sum up the norms: the factor of all gradients (only of deferred updates, once a step)
     update(pack, ...)    wait for the gradients, scale them, step the optimizer, copy masters to weights
     wait(pack)           (the engine's thread blocks until that is done)
 
 Deferred updates wait for the norm of all gradients, by which these are clipped or, if it is not finite, dropped: every
-pack's gradients are deposited and measured, norm() is queued once, then the updates in forward order. Other updates are
-queued right after the deposit of their gradients; of several in the queue, the pack that is needed first comes first.
+pack's gradients are deposited and their norms computed, norm() is queued once, then the updates in forward order. Other
+updates are queued right after the deposit of their gradients; of several in the queue, the pack that is needed first comes
+first.
 
 From the handler of an UPDATE task to the compiled step there are six frames of the engine's:
 
@@ -195,9 +196,9 @@ class Updater:
         """Queue `write`, which adds up the gradients of several processes, before all updates of the step."""
         self._queue(_FIRST, write)
 
-    def measure(self, names: tuple[str, ...]) -> None:
+    def compute_norms(self, names: tuple[str, ...]) -> None:
         """Queue the norms of `names`, whose last transfer has been deposited."""
-        self._queue(_FIRST, partial(self._measure, names, self._timed()))
+        self._queue(_FIRST, partial(self._compute_norms, names, self._timed()))
 
     def gradient(self, name: str) -> Tensor | None:
         """Return the gradient of `name` that waits for its update: the tensor itself, in the accumulation dtype."""
@@ -216,9 +217,9 @@ class Updater:
         self._queue(_FIRST, partial(self._read_norms, read))
 
     def norm(self, norm_options: NormOptions) -> Future[GradientNorm]:
-        """Queue the global norm of all measured gradients."""
+        """Queue the global norm of all gradients whose norms have been computed."""
         return self._queue(
-            _FIRST, partial(self._compute_norm, self._world.next_norm_number(), norm_options, self._timed())
+            _FIRST, partial(self._compute_global_norm, self._world.next_norm_number(), norm_options, self._timed())
         )
 
     def norm_of_updates(self) -> Future[GradientNorm]:
@@ -374,7 +375,7 @@ class Updater:
         self._gradients.wait_arrived(names)
         with timed:
             if not overflow:
-                for gradients in self._gradients.for_update(names, coefficient, measured=norm is not None):
+                for gradients in self._gradients.for_update(names, coefficient, norms_known=norm is not None):
                     optimizer.step(gradients, hyper)
                     self._store.copy_masters_to_weights(gradients)
             self._gradients.clear_gradients(names)
@@ -391,15 +392,15 @@ class Updater:
                 for name in several:
                     self._gradients.gradient(name)  # adds them up
 
-    def _measure(self, names: tuple[str, ...], timed: AbstractContextManager[object]) -> None:
+    def _compute_norms(self, names: tuple[str, ...], timed: AbstractContextManager[object]) -> None:
         self._gradients.wait_arrived(names)
         with timed:
-            self._gradients.measure(names)
+            self._gradients.compute_norms(names)
 
     def _read_norms(self, read: Callable[[], Mapping[str, Tensor]]) -> None:
         self._gradients.norms.update(read())
 
-    def _compute_norm(
+    def _compute_global_norm(
         self, number: int, norm_options: NormOptions, timed: AbstractContextManager[object]
     ) -> GradientNorm:
         with timed:

@@ -39,7 +39,7 @@ class AccumulatedGradients:
         gradients = runtime.resident_packs.pop_all()
         if gradients:
             runtime.updater.deposit(runtime.host_gradients.wrap(gradients))
-            runtime.updater.measure(tuple(gradients))
+            runtime.updater.compute_norms(tuple(gradients))
             self._moved_to_host = True
 
     def move_back(self, names: tuple[str, ...]) -> None:

@@ -108,7 +108,7 @@ class GradientTasks:
         self._runtime.resident_packs.evict_all()
         self._accumulated.collect_user_gradients(names)
         self._refuse_unused(norm_options)
-        updater.measure(names)
+        updater.compute_norms(names)
         outcome.norm, outcome.may_skip = updater.norm(norm_options), norm_options.skip_overflow
         norm = outcome.norm.result()
         gradients = updater.pop_gradients(names)
@@ -133,7 +133,7 @@ class GradientTasks:
         self._accumulated.collect_user_gradients(names)
         if norm_options is not None:
             self._refuse_unused(norm_options)
-            updater.measure(names)
+            updater.compute_norms(names)
             self.outcome.norm, self.outcome.may_skip = updater.norm(norm_options), norm_options.skip_overflow
         self.outcome.updates_issued = 1
         updater.update(0, names, hyper, self.outcome.norm)
@@ -209,7 +209,7 @@ class GradientTasks:
         if not self._swap_outs_left[task.pack]:
             self._accumulated.collect_user_gradients(pack.owned)
             if self._norm_options is not None and pack.owned:
-                runtime.updater.measure(pack.owned)
+                runtime.updater.compute_norms(pack.owned)
 
     def free_gradients(self, task: Task) -> None:
         """FREE_GRADIENTS: free the device tensors of a pack's gradients, which have been copied to the host."""
@@ -224,9 +224,9 @@ class GradientTasks:
         for pack in self._plan.packs:
             if pack.index in self._plan.policy.resident:
                 self._accumulated.to_device(pack.owned)
-                resident_packs.measure(pack.owned)
+                resident_packs.compute_norms(pack.owned)
             elif self._accumulated.collect_user_gradients(pack.owned):  # made since the pack's last swap-out
-                updater.measure(pack.owned)
+                updater.compute_norms(pack.owned)
         self._refuse_unused(self._norm_options)
         updater.add_norms(resident_packs.send_norms())
         self._runtime.world.agree("norm")  # from here on, weights change
@@ -254,4 +254,4 @@ class GradientTasks:
         else:
             coefficient = self.outcome.norm.result().coefficient
         self._runtime.timeline.begin_compute()
-        resident_packs.update(owned, self._hyper, coefficient, measured=self.outcome.norm is not None)
+        resident_packs.update(owned, self._hyper, coefficient, norms_known=self.outcome.norm is not None)

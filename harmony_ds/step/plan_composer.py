@@ -171,9 +171,7 @@ class PlanComposer:
         policy: Policy,
         with_shared_losses: bool = True,
     ) -> Plan:
-        """Return the plan of a group; not `with_shared_losses`: as if each of its micro-batches had
-        its own.
-        """
+        """Return the plan of a group; not `with_shared_losses`: as if each of its micro-batches had its own loss."""
         fresh, forwarded = (tuple(m.index for m in micro_batches if m.forward_done is ran) for ran in (False, True))
         shared_losses: list[tuple[int, ...]] = []
         if with_shared_losses:

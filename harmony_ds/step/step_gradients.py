@@ -105,7 +105,7 @@ class StepGradients:
             if gradient is not None:
                 gradient.mul_(self._scaler.scale)
         if self._shown:
-            self._updater.measure(tuple(self._shown))
+            self._updater.compute_norms(tuple(self._shown))
             self._shown.clear()
 
     def discard(self, has_accumulated: bool) -> None:

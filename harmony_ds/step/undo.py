@@ -72,9 +72,9 @@ def free_unused(context: StepContext, has_accumulated: bool) -> None:
 
 
 def _free_but(context: StepContext, kept: Leftovers, has_updated: bool) -> None:
-    """Free what a step has on the device and the host, but what is `kept`; after an update the host's gradients stay, too.
+    """Free what a step has on the device and the host, but what is `kept`.
 
-    Updates that are issued use them.
+    Where it `has_updated` something, its gradients on the host stay: updates that are issued use them.
     """
     context.executor.free_but(kept)
     if kept is not Leftovers.COPIES_AND_GRADIENTS and not has_updated:

@@ -77,20 +77,20 @@ def test_norms_travel_with_gradients_and_are_dropped_when_those_change() -> None
     assert norms is not None
     gradients.add(gradients.swap_out(sent, None, norms=norms * 2))  # so that they are told from the host's
     assert ledger.drain().device_to_host[TrafficKind.RESIDENT] == 8
-    gradients.measure(["w", "b"])
+    gradients.compute_norms(["w", "b"])
     assert all(torch.equal(gradients.norms[name], 2 * sent[name].norm()) for name in sent)
-    gradients.measure(["w"])  # of what somebody may have changed since
+    gradients.compute_norms(["w"])  # of what somebody may have changed since
     assert torch.equal(gradients.norms["w"], sent["w"].norm())
 
     gradients.add(gradients.swap_out({"u": sent["b"]}, None, norms=torch.ones(1)))
     list(
-        gradients.for_update(["u"], None, measured=False)
+        gradients.for_update(["u"], None, norms_known=False)
     )  # an update that waits for no norm takes what travelled, too
     assert torch.equal(gradients.norms["u"], torch.ones(()))
 
     for _ in range(2):
         gradients.add(gradients.swap_out({"in parts": sent["b"]}, None, norms=torch.zeros(1)))
-    gradients.measure(["in parts"])
+    gradients.compute_norms(["in parts"])
     assert torch.equal(gradients.norms["in parts"], (2 * sent["b"]).norm())
 
 
@@ -187,7 +187,7 @@ def test_gradients_are_cast_as_many_at_a_time_as_the_buffer_holds() -> None:
     sent = {name: torch.randn(numel).bfloat16() for name, numel in {"a": 100, "b": 20, "c": 256, "d": 1}.items()}
     gradients.add(gradients.swap_out(sent, None))
     batches = []
-    for batch in gradients.for_update(sent, torch.tensor(0.3), measured=True):
+    for batch in gradients.for_update(sent, torch.tensor(0.3), norms_known=True):
         batches.append(list(batch))
         for name, gradient in batch.items():
             assert gradient.untyped_storage().data_ptr() == casts.untyped_storage().data_ptr()

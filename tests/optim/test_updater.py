@@ -180,7 +180,7 @@ def test_deferred_updates_clip_as_torch_does_bit_for_bit(max_norm: float, scale:
     with bench() as b:
         for pack in (2, 1, 0):
             b.deliver(pack, {name: scale * gradient for name, gradient in gradients.items()})
-            b.updater.measure(PACKS[pack])
+            b.updater.compute_norms(PACKS[pack])
         norm = b.updater.norm(NormOptions(max_norm=max_norm, loss_scale=scale))
         for pack in (0, 1, 2):
             b.update(pack, norm)
@@ -199,7 +199,7 @@ def test_an_overflow_is_found_and_its_gradients_can_be_dropped(value: float) -> 
     with bench() as b:
         for pack in (2, 1, 0):
             b.deliver(pack, gradients)
-            b.updater.measure(PACKS[pack])
+            b.updater.compute_norms(PACKS[pack])
         assert b.updater.norm(NormOptions(max_norm=1.0, skip_overflow=True)).result(30).overflow
         b.updater.discard()
         b.update(0)

@@ -76,7 +76,7 @@ class Comparison:
         updater.wait_all()
         updater.norm(NormOptions()).result(30)  # of the updates before, which is nobody's concern
         for names in PACKS.values():
-            updater.measure(names)
+            updater.compute_norms(names)
         norm = updater.norm(NormOptions(max_norm=max_norm))
         for pack in PACKS:
             self.beside.update(pack, norm)

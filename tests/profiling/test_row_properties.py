@@ -95,7 +95,7 @@ def test_what_slices_give_is_put_together_as_the_whole(outputs: list[Kind], rows
     cut = Slicing(RowDims((), tuple(kind.dim for kind in outputs), 0), rows, size, size)
     whole = [kind.tensor(rows) for kind in outputs]
     together = SliceAssembler(cut, [])
-    assert all(part.last - part.first == size for part in [*cut.slices(size)][:-1])
+    assert all(part.end - part.begin == size for part in [*cut.slices(size)][:-1])
     for part in cut.slices(size):
         together.add(part, [], [*_part(cut, part, whole), "said"])
     assert together.leaves[-1] == "said"
