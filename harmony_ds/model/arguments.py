@@ -151,20 +151,20 @@ class LayerInputs:
         )
         return LayerInputs(arguments, tensors, values, collector)
 
-    def deliver(self, outcome: CallOutputs, leaves: list[Any]) -> Any:
+    def deliver(self, results: CallOutputs, leaves: list[Any]) -> Any:
         """Return the result, made of the output `leaves`; write collected tensors and containers where they belong."""
-        result, *beside = unflatten_all(leaves, outcome.shape)
+        result, *beside = unflatten_all(leaves, results.shape)
         if not beside:
             return result
         collected, contents, views = beside
-        for place, view in zip(outcome.altered, views, strict=True):
+        for place, view in zip(results.altered, views, strict=True):
             # Its memory holds the values already; now its graph does, too. For graphs that saved it nothing changes.
             with _unsafe_preserve_version_counter(self.tensors[place]):
                 self.tensors[place].copy_(view)
         for key, kept in collected.items():
             assert self.collector is not None
             self.collector[key].extend(kept)
-        for place, content in zip(outcome.written, contents, strict=True):
+        for place, content in zip(results.written, contents, strict=True):
             refill(_held(self.values[place]), content)
         return result
 

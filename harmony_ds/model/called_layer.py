@@ -180,14 +180,14 @@ def _leads_into_layer(tensor: Tensor) -> bool:
     return tensor.grad_fn is not None and targets_of(tensor.grad_fn) is None
 
 
-def cut_outputs(call: RecordedCall, outcome: CallOutputs, inputs: list[Tensor], own: set[int], name: str) -> list[Any]:
+def cut_outputs(call: RecordedCall, results: CallOutputs, inputs: list[Tensor], own: set[int], name: str) -> list[Any]:
     """Return the output leaves for the model: inputs that were returned are its own tensors, others are cut once.
 
     Sets the output gradients and views of `call`. Outputs in storages `own`, which will be evicted, are copied.
     """
     # What the model gets, by the id of what the layer has returned.
-    made = dict(zip(map(id, outcome.inputs), inputs, strict=True))
-    tensors = outcome.tensors
+    made = dict(zip(map(id, results.inputs), inputs, strict=True))
+    tensors = results.tensors
     gradients: dict[int, OutputGradient] = {}
     memories: dict[int, int | None] = {}
     for leaf in tensors:
@@ -202,18 +202,18 @@ def cut_outputs(call: RecordedCall, outcome: CallOutputs, inputs: list[Tensor], 
     made |= zip(gradients, cut([made[key] for key in gradients], [*gradients.values()]), strict=True)
     call.output_gradients = [gradients.get(id(leaf)) for leaf in tensors]
     if memories:
-        aliased = _aliased([*memories.values()], outcome)
+        aliased = _aliased([*memories.values()], results)
         if aliased:
             call.views = [AliasedOutput(name, made[key]) for key, memory in memories.items() if memory in aliased]
-    return [made[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in outcome.leaves]
+    return [made[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in results.leaves]
 
 
-def _aliased(memories: list[int | None], outcome: CallOutputs) -> set[int | None]:
+def _aliased(memories: list[int | None], results: CallOutputs) -> set[int | None]:
     """Return the storages of several outputs, or of outputs and unchanged inputs.
 
     When such a tensor is written to in place, the graphs of the others do not know of it.
     """
-    of_inputs = storages_of([tensor for place, tensor in enumerate(outcome.inputs) if place not in outcome.altered])
+    of_inputs = storages_of([tensor for place, tensor in enumerate(results.inputs) if place not in results.altered])
     if len(set(memories)) == len(memories) and of_inputs.isdisjoint(memories):  # the common case
         return set()
     return {own for own in memories if own is not None and (own in of_inputs or memories.count(own) > 1)}

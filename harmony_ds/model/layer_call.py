@@ -301,8 +301,8 @@ class LayerCalls:
             slicing = self._slicing(request.layer, given, rows)
             if slicing is not None:
                 call = RecordedCall(request, 0, given.arguments, [None] * len(given.tensors), slicing)
-                outcome = self._run_slices(call, slicing, given.tensors, leaves, RandomState)
-                return given.deliver(outcome, outcome.leaves)
+                results = self._run_slices(call, slicing, given.tensors, leaves, RandomState)
+                return given.deliver(results, results.leaves)
         return self.run_attached(request, leaves)
 
     def forward(
@@ -332,19 +332,19 @@ class LayerCalls:
                 ends: Targets = [layer.reject_gradient if target else None for target in call.targets]
                 if self.layer_tiles.size:
                     with self.layer_tiles.finding_unread(layer.module) as watch:
-                        outcome = layer.run(call, detached, layer.guarded(leaves), ends)
-                    call.unread = watch.unread(outcome.tensors)
+                        results = layer.run(call, detached, layer.guarded(leaves), ends)
+                    call.unread = watch.unread(results.tensors)
                 else:
-                    outcome = layer.run(call, detached, layer.guarded(leaves), ends)
+                    results = layer.run(call, detached, layer.guarded(leaves), ends)
             else:
-                outcome = self._run_slices(call, call.slicing, detached, leaves, read_state)
+                results = self._run_slices(call, call.slicing, detached, leaves, read_state)
         except BaseException:
             self.discard(call)
             raise
         if self.checks_recomputation and call.slicing is None:
-            call.norms = norms_of(outcome.tensors)
-        outputs = self._cut_outputs(layer, call, given, outcome, leaves)
-        self._check_seen(layer, call, outcome.wrote_inputs)
+            call.norms = norms_of(results.tensors)
+        outputs = self._cut_outputs(layer, call, given, results, leaves)
+        self._check_seen(layer, call, results.wrote_inputs)
         return outputs, self._unless_without_gradient(call)
 
     def forward_with_graph(
@@ -358,11 +358,11 @@ class LayerCalls:
         if not request.grad or not layer.may_keep_graphs:
             return self.forward(request, number, leaves, inter_layer, read_state)
         given, call = self._record(request, number, inter_layer)
-        outcome = layer.run(call, [tensor.detach() for tensor in given.tensors], leaves, call.targets)
+        results = layer.run(call, [tensor.detach() for tensor in given.tensors], leaves, call.targets)
         call.states.append(read_state())  # after the call, as after a recomputation
-        outputs = self._cut_outputs(layer, call, given, outcome, leaves)
+        outputs = self._cut_outputs(layer, call, given, results, leaves)
         self._check_seen(layer, call, wrote_inputs=False)  # autograd itself checks inputs that a graph has saved
-        call.keep_graph(outcome.tensors)
+        call.keep_graph(results.tensors)
         return outputs, self._unless_without_gradient(call)
 
     def _record(self, request: Request, number: int, inter_layer: InterLayerGraph) -> tuple[LayerInputs, RecordedCall]:
@@ -374,13 +374,13 @@ class LayerCalls:
         return given, RecordedCall(request, number, given.arguments, targets)
 
     def _cut_outputs(
-        self, layer: CalledLayer, call: RecordedCall, given: LayerInputs, outcome: CallOutputs, leaves: Leaves
+        self, layer: CalledLayer, call: RecordedCall, given: LayerInputs, results: CallOutputs, leaves: Leaves
     ) -> Any:
         """Return the outputs of a call for the model, cut from the layer's graph."""
         self._device_transfers.check_input_copies(layer.name)
-        outputs = cut_outputs(call, outcome, given.tensors, layer.parameter_storages(leaves), layer.name)
+        outputs = cut_outputs(call, results, given.tensors, layer.parameter_storages(leaves), layer.name)
         self._device_transfers.mark(outputs)  # including those in containers that the layer has written into
-        return given.deliver(outcome, outputs)
+        return given.deliver(results, outputs)
 
     def _unless_without_gradient(self, call: RecordedCall) -> RecordedCall | None:
         """Return `call`; or, if none of its outputs requires a gradient, discard it and return None."""
@@ -572,11 +572,11 @@ class LayerCalls:
         for part in slicing.slices(slicing.forward):
             if slicing.draws and not part.is_first:
                 call.states.append(read_state())
-            outcome = layer.run(call, slicing.inputs_of(part, tensors), leaves, ends)
-            whole.add(part, outcome.inputs, outcome.leaves)
-            first = first or CallOutputs(tensors, whole.leaves, outcome.shape, outcome.written, [])
-            first.wrote_inputs |= outcome.wrote_inputs
-            del outcome
+            results = layer.run(call, slicing.inputs_of(part, tensors), leaves, ends)
+            whole.add(part, results.inputs, results.leaves)
+            first = first or CallOutputs(tensors, whole.leaves, results.shape, results.written, [])
+            first.wrote_inputs |= results.wrote_inputs
+            del results
         assert first is not None
         if not slicing.draws and states_differ(call.states[0], read_state()):
             layer.draws = True

@@ -46,7 +46,7 @@ from harmony_ds.runtime.accumulated_gradients import AccumulatedGradients
 from harmony_ds.runtime.failure import FailedCall, TaskFailure
 from harmony_ds.runtime.garbage import collection_within_steps
 from harmony_ds.runtime.gradient_tasks import GradientTasks
-from harmony_ds.runtime.lane import Lane
+from harmony_ds.runtime.lane import AnyLane
 from harmony_ds.runtime.leftovers import Leftovers
 from harmony_ds.runtime.micro_batch import MicroBatch, OffPlanError
 from harmony_ds.runtime.outcome import Outcome
@@ -598,7 +598,7 @@ class Executor:
         for copy in self._unlayered:
             self._runtime.device_copies.accumulate(copy)
 
-    def _enter(self, micro_batch: MicroBatch) -> Lane:
+    def _enter(self, micro_batch: MicroBatch) -> AnyLane:
         """Return the micro-batch's lane, started, and make its random stream current."""
         if micro_batch.lane is not None:
             self._runtime.random.switch(micro_batch)

@@ -19,11 +19,11 @@ from harmony_ds.device.base import Device
 from harmony_ds.model.contract import UnseenError
 from harmony_ds.model.intercept import ContextFactory, Request
 from harmony_ds.model.joined import RAISED, Joined, Joins
-from harmony_ds.model.own_settings import in_force
+from harmony_ds.model.own_settings import LaneSettings, in_force
 from harmony_ds.model.random_streams import RandomStreams, states_differ
 from harmony_ds.model.trees import tensors_in
 from harmony_ds.runtime.failure import FailedCall
-from harmony_ds.runtime.lane import Lane, LayerCallRunner, PositionOf
+from harmony_ds.runtime.lane import AnyLane, Lane, LayerCallRunner, PositionOf
 from harmony_ds.runtime.micro_batch import MicroBatch, OffPlanError
 
 
@@ -111,7 +111,7 @@ class JointLane:
         self._calls = []
         return [replies[number] for number in range(len(requests))]
 
-    lane_settings = None  # each lane has its own
+    lane_settings: LaneSettings | None = None  # each lane has its own
 
     @property
     def result(self) -> list[Any]:
@@ -208,14 +208,13 @@ class JointMicroBatch(MicroBatch):
             random=random,
         )
 
-    def start(self, device: Device, between_layers: ContextFactory | None) -> Any:
+    def start(self, device: Device, between_layers: ContextFactory | None) -> AnyLane:
         assert self.joins is not None
         assert self.random is not None
         streams = MemberStreams(self.members, self.joins, self.random)
         self.objective = partial(_sum_of_losses, self.members, streams)
         lanes = [member.new_lane(device, between_layers) for member in self.members]
-        joint = JointLane(lanes, self.joins, streams)
-        self.lane = joint  # type: ignore[assignment]
+        joint = self.lane = JointLane(lanes, self.joins, streams)
         joint.start()
         return joint
 
@@ -225,7 +224,8 @@ class JointMicroBatch(MicroBatch):
         MicroBatch.reset(self)  # super() knows another class, the one before it got slots
 
     def finish(self) -> None:
-        joint: Any = self.lane
+        joint = self.lane
+        assert isinstance(joint, JointLane)
         for member, lane in zip(self.members, joint.lanes, strict=True):
             member.lane_settings = lane.lane_settings
         MicroBatch.finish(self)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from greenlet import getcurrent, greenlet
@@ -32,6 +32,38 @@ LayerCallRunner = Callable[[Request, int], Any]
 
 class LaneAborted(BaseException):
     """Raised in a suspended forward pass to unwind it, when its step has failed elsewhere."""
+
+
+class AnyLane(Protocol):
+    """A lane, or several that go from layer to layer together, as the executor knows it."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether it has come to its end, or was ended."""
+
+    @property
+    def result(self) -> Any:
+        """What the model has returned; of several lanes, a list."""
+
+    @property
+    def lane_settings(self) -> LaneSettings | None:
+        """Settings of modules that it has made for itself; None: none, or those of several lanes."""
+
+    @property
+    def failed_call(self) -> FailedCall | None:
+        """The last layer call that has raised an error."""
+
+    def waiting_tensors(self) -> list[Tensor]:
+        """Return the tensors among the arguments of the layer calls to be made next."""
+
+    def argument_tensors(self) -> list[Tensor]:
+        """Return the tensors among the arguments of the calls that are waited at, as the model's code has them."""
+
+    def run_on(self, position_of: PositionOf, answer: LayerCallRunner, last: int | None = None) -> None:
+        """Run on to the first layer call after the position `last`, or to the end; `answer` answers the calls before it."""
+
+    def close(self) -> None:
+        """End it wherever it is, and unwind what is open in the model's code."""
 
 
 class Lane:

@@ -24,7 +24,7 @@ from harmony_ds.model.token_expression import HeadCall
 from harmony_ds.model.token_tensor import TokenTensor
 from harmony_ds.model.trees import map_tensors, tensors_in
 from harmony_ds.offload.crossing_tensors import CrossingOnHost
-from harmony_ds.runtime.lane import Lane
+from harmony_ds.runtime.lane import AnyLane, Lane
 from harmony_ds.runtime.thread_state import ThreadState
 from harmony_ds.scheduler.plan import Pack
 
@@ -70,7 +70,7 @@ class MicroBatch:
     count: int = 1
     reduce: Callable[[Any], Any] | None = None
     inputs: tuple[tuple[Any, ...], dict[str, Any]] = field(default_factory=lambda: ((), {}))
-    lane: Lane | None = None
+    lane: AnyLane | None = None
     outputs: Any = None
     lane_settings: LaneSettings | None = None
     """Settings of modules that its code has left."""
@@ -98,11 +98,11 @@ class MicroBatch:
 
     # ---- its forward pass
 
-    def start(self, device: Device, between_layers: ContextFactory | None) -> Lane:
+    def start(self, device: Device, between_layers: ContextFactory | None) -> AnyLane:
         """Run forward up to the first layer call; `between_layers` makes the context of the code between layer calls."""
-        self.lane = self.new_lane(device, between_layers)
-        self.lane.resume()
-        return self.lane
+        lane = self.lane = self.new_lane(device, between_layers)
+        lane.resume()
+        return lane
 
     def new_lane(self, device: Device, between_layers: ContextFactory | None) -> Lane:
         """Return a lane for its forward pass."""
