@@ -534,10 +534,12 @@ class LayerCalls:
 
         return tensors, bring
 
-    def trial(
-        self, request: Request, leaves: Leaves, slicing: Slicing | None = None
-    ) -> tuple[RecordedCall, list[Tensor]]:
-        """Run a call with gradients, whole or sliced, to learn about its layer; return its record and its outputs."""
+    def trial(self, request: Request, leaves: Leaves, slicing: Slicing | None = None) -> tuple[RecordedCall, list[Any]]:
+        """Run a call with gradients, whole or sliced, to learn about its layer.
+
+        Returns:
+            Its record, and the leaves of its results, tensors detached.
+        """
         layer = self.layers[request.layer]
         request = replace(request, context=request.context.copy())  # gets a collector of its own
         given = LayerInputs.from_request(request)
@@ -547,12 +549,12 @@ class LayerCalls:
         if slicing is None:
             call.states.append(RandomState())
             ends: Targets = [layer.reject_gradient if target else None for target in targets]
-            outputs = layer.run(call, detached, layer.guarded(leaves), ends).tensors
+            results = layer.run(call, detached, layer.guarded(leaves), ends)
         else:
-            outputs = self._run_slices(call, slicing, detached, leaves, RandomState).tensors
-        call.output_gradients = [OutputGradient(0, t) if t.requires_grad else None for t in outputs]
+            results = self._run_slices(call, slicing, detached, leaves, RandomState)
+        call.output_gradients = [OutputGradient(0, t) if t.requires_grad else None for t in results.tensors]
         call.tensors = [StashEntry(t, layer.name) for t in given.tensors]
-        return call, [t.detach() for t in outputs]
+        return call, [one.detach() if isinstance(one, Tensor) else one for one in results.leaves]
 
     def propagate_trial(self, call: RecordedCall, leaves: Leaves) -> list[Tensor | None]:
         """Propagate gradients of the outputs of a trial to `leaves`, and to its inputs, whose gradients are returned."""

@@ -2,12 +2,13 @@
 
 The model is run twice, with a few rows and with one more. The dimensions that grow hold the rows. Then each layer is run
 in slices on what it was given, and must give what it gave as a whole, forward and backward: a layer whose rows look at
-each other (batch normalization, capacities of experts, a loss over all rows) does not, and is never cut.
+each other (batch normalization, capacities of experts, a loss over all rows, a number that it computes of them) does not,
+and is never cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from harmony_ds.decomposer.find import Layer
-from harmony_ds.model.arguments import LayerInputs
+from harmony_ds.model.arguments import PLAIN, LayerInputs
 from harmony_ds.model.intercept import Request
 from harmony_ds.model.patching import patched
 from harmony_ds.model.random_streams import RandomState, states_differ
@@ -42,10 +43,35 @@ class _CallShapes:
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """Call that was run to learn about its layer, and its outputs."""
+    """Call that was run to learn about its layer.
+
+    Attributes:
+        results: leaves of what it has returned, and of containers that it has written into.
+        left: what the layer's modules hold afterwards in their attributes, by module and name: numbers and tensors in
+            floating point, as a layer leaves them for others to read.
+    """
 
     call: RecordedCall
-    outputs: list[Tensor]
+    results: list[Any]
+    left: Mapping[tuple[int, str], Any]
+
+    @property
+    def outputs(self) -> list[Tensor]:
+        return [one for one in self.results if isinstance(one, Tensor)]
+
+    def gave_as(self, other: _Trial) -> bool:
+        """Return whether it has given and left what `other` has: tensors to rounding, plain values exactly."""
+        if len(self.results) != len(other.results) or self.left.keys() != other.left.keys():
+            return False
+        pairs = [*zip(self.results, other.results, strict=True)]
+        pairs += [(value, other.left[key]) for key, value in self.left.items()]
+        return all(_are_alike(one, another) for one, another in pairs)
+
+
+def _are_alike(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and close(one, other)
+    return bool(one == other) if isinstance(one, PLAIN) else type(one) is type(other)
 
 
 class RowProbe:
@@ -123,7 +149,14 @@ class RowProbe:
         return result
 
     def _trial(self, request: Request, leaves: Leaves, slicing: Slicing | None = None) -> _Trial:
-        return _Trial(*self._runtime.layer_calls.trial(request, leaves, slicing))
+        call, results = self._runtime.layer_calls.trial(request, leaves, slicing)
+        left = {
+            (number, key): value.detach().clone() if isinstance(value, Tensor) else value
+            for number, module in enumerate(self._layers[request.layer].module.modules())
+            for key, value in vars(module).items()
+            if isinstance(value, float) or (type(value) is Tensor and value.is_floating_point())
+        }
+        return _Trial(call, results, left)
 
     def _compare(
         self,
@@ -215,7 +248,7 @@ class RowProbe:
             except Exception as error:  # noqa: BLE001 - whatever a layer says to other rows than it is called with
                 release_frames(error)
                 return False
-            if len(whole.outputs) != len(sliced.outputs) or not all(map(close, whole.outputs, sliced.outputs)):
+            if not sliced.gave_as(whole):
                 return False
             trained = [leaf for leaf in leaves.values() if leaf.requires_grad]
             of_slices = self._propagate(sliced, dims, leaves, 1.0)

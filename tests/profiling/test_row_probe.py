@@ -95,6 +95,34 @@ class ByFrequency(Base):
         return nn.functional.embedding(ids, self.weight[:, None].expand(4, 2), scale_grad_by_freq=True)
 
 
+class Numbering(Base):
+    """Gives a number beside its rows, which is made of all of them."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, float]:
+        return x * self.weight, float(x.detach().abs().mean())
+
+
+class Noting(Base):
+    """Notes a number, or a tensor, that is made of all rows, for the code after it."""
+
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.detach().mean()
+        self.mean = mean.item() if self.kind is float else mean
+        return x * self.weight
+
+
+class NotingItsWeight(Base):
+    """Notes what is made of its weight alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.largest = self.weight.detach().amax()
+        return x * self.weight
+
+
 class OuterProduct(Base):
     """(rows, rows): two dimensions grow."""
 
@@ -155,7 +183,7 @@ def probed(model: nn.Module, rows: tuple[int, int] = (2, 3)) -> tuple[Rows, dict
 
 @pytest.mark.parametrize(
     ("layer", "dims"),
-    [(RowByRow(), RowDims((0,), (0,), 0)), (Noisy(), RowDims((0,), (0,), 0))],
+    [(layer, RowDims((0,), (0,), 0)) for layer in (RowByRow(), Noisy(), NotingItsWeight())],
     ids=lambda value: type(value).__name__,
 )
 def test_layers_whose_rows_are_their_own_can_be_cut(layer: nn.Module, dims: RowDims) -> None:
@@ -171,6 +199,9 @@ def test_layers_whose_rows_are_their_own_can_be_cut(layer: nn.Module, dims: RowD
         (Centred(), SHARED),
         (CentredBackward(0.5), SHARED),
         (ByFrequency(), SHARED),
+        (Numbering(), SHARED),
+        (Noting(float), SHARED),
+        (Noting(Tensor), SHARED),
         (OuterProduct(), UNTOLD),
         (Counting(), CHANGES),
         (Constant(), ""),  # there is nothing to cut, and so nothing to say
