@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import runpy
 import sys
 from collections.abc import Sequence
@@ -28,12 +29,18 @@ def run_script(command: Sequence[str]) -> dict[str, Any]:
     install_as_deepspeed()
     if find_spec("transformers") is not None and find_spec("accelerate") is not None:
         install_in_trainers()
+        # One process has a process group, as with DeepSpeed, and transformers would advise to launch it for DDP.
+        logging.getLogger("transformers.training_args").addFilter(_is_not_about_ddp)
     if command[0] == "-m":
         sys.argv = list(command[1:])
         return runpy.run_module(command[1], run_name="__main__", alter_sys=True)
     sys.argv = list(command)
     sys.path.insert(0, str(Path(command[0]).resolve().parent))
     return runpy.run_path(command[0], run_name="__main__")
+
+
+def _is_not_about_ddp(record: logging.LogRecord) -> bool:
+    return "parallel_mode != ParallelMode.DISTRIBUTED" not in str(record.msg)
 
 
 def install_in_trainers() -> None:

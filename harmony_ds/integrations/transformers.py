@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -138,16 +139,23 @@ class HarmonyMixin(Trainer):  # type: ignore[misc]
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         if self._ds_config is None:
-            self._ds_config = read_config(self.args.deepspeed) if self.args.deepspeed else {}
+            self._ds_config = self._ds_config_of_arguments()
         # accelerate's own DeepSpeed stays out: the engine places weights, clips, scales and casts.
         self.args.deepspeed = self.args.deepspeed_plugin = None
         self.args._n_gpu = min(1, self.args.n_gpu)  # the engine drives those there are: no DataParallel
         theirs = super()._build_accelerator_args(**kwargs)
         return {**theirs, "deepspeed_plugin": None, "mixed_precision": "no", "device_placement": False}
 
+    def _ds_config_of_arguments(self) -> dict[str, Any]:
+        if self.args.deepspeed:
+            return read_config(self.args.deepspeed)
+        of_launcher = self.args.deepspeed_plugin  # which `accelerate launch --use_deepspeed` describes
+        return {} if of_launcher is None else dict(of_launcher.hf_ds_config.config)
+
     def create_accelerator_and_postprocess(self) -> None:
         """Create the Trainer's accelerator; its backward only notes the loss that the engine propagates back from."""
-        super().create_accelerator_and_postprocess()
+        with patched([(os.environ, "ACCELERATE_USE_DEEPSPEED", "false")]):  # set by `accelerate launch --use_deepspeed`
+            super().create_accelerator_and_postprocess()
         unwrap, prepare = self.accelerator.unwrap_model, self.accelerator.prepare_model
 
         def unwrap_model(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -253,7 +261,8 @@ class HarmonyMixin(Trainer):  # type: ignore[misc]
                 ', or set "bf16": {"enabled": false} in the ds_config to keep all in bf16, as the stock Trainer does'
             )
         _logger.warning(
-            "the model was loaded in %s: it is trained as with %s=True, which keeps fp32 masters and optimizer state. "
+            "the parameters to train are in %s, since the model was loaded so, or the trainer has cast them (TRL's cast "
+            "adapters of a quantized base): it is trained as with %s=True, which keeps fp32 masters and optimizer state. "
             "Load it with dtype=torch.float32 to compute in fp32%s.",
             loaded,
             name,

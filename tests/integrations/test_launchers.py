@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -23,10 +24,10 @@ LAUNCHERS = {
 }
 
 
-def launched(*command: str) -> subprocess.CompletedProcess[str]:
+def launched(*command: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT), "PATH": path}
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=ROOT)
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=folder)
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
@@ -35,6 +36,27 @@ def test_one_step(launcher: str) -> None:
     run = launched(*LAUNCHERS[launcher], *given)
     assert run.returncode == 0, run.stderr[-3000:]
     assert "trained 0.35365 -0.01979 1" in run.stdout
+
+
+TRAINER = """
+from transformers import Trainer, TrainingArguments
+from tests.integrations.scripts.pieces import COMMON, model, rows
+trainer = Trainer(model=model(), args=TrainingArguments(output_dir="out", **COMMON), train_dataset=rows())
+trainer.train()
+trainer.save_model()
+print("packs", len(trainer.harmony_engine.plan.packing.packs))
+"""
+
+
+def test_a_trainer_takes_the_ds_config_of_accelerates_launcher_and_saves_its_model(tmp_path: Path) -> None:
+    settings = {"gradient_accumulation_steps": "auto", "harmony": {"device": "cpu", "pack_layers": 1}}
+    (tmp_path / "train.py").write_text(TRAINER)
+    (tmp_path / "ds_config.json").write_text(json.dumps(settings))
+    launch = [*LAUNCHERS["accelerate"][:4], "--num_processes", "1", "--deepspeed_config_file", "ds_config.json"]
+    run = launched(*launch, "--module", "harmony_ds", "train.py", folder=tmp_path)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert "packs 5" in run.stdout
+    assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
 PIPELINE = """

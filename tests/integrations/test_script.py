@@ -135,13 +135,16 @@ def test_a_wrong_command_line_is_one_sentence(command: list[str], message: str) 
 
 def test_the_command_runs_a_module_and_names_what_is_wrong(tmp_path: Path) -> None:
     (tmp_path / "my_training.py").write_text(
-        "import deepspeed, sys\nprint(deepspeed.initialize.__module__, sys.argv[1:])"
+        "import deepspeed, sys\nfrom transformers import TrainingArguments\n"
+        "TrainingArguments(output_dir='out', use_cpu=True).device\n"
+        "print(deepspeed.initialize.__module__, sys.argv[1:])"
     )
     command = [sys.executable, "-m", "harmony_ds"]
     ran = subprocess.run(
         [*command, "-m", "my_training", "-x"], capture_output=True, text=True, cwd=tmp_path, check=False
     )
     assert "harmony_ds.engine ['-x']" in ran.stdout, ran.stderr[-2000:]
+    assert "In order to use Torch DDP" not in ran.stderr
     wrong = subprocess.run([*command, "nothing.py"], capture_output=True, text=True, cwd=tmp_path, check=False)
     assert wrong.returncode == 1
     assert wrong.stderr.splitlines()[-1].startswith(
