@@ -50,9 +50,6 @@ _TILES_OF_A_MICRO_BATCH = 4096
 """No more are tried: a micro-batch of more has many millions of tokens, and takes longer to measure than anyone waits."""
 _MOST_SLICES = 2048
 """Slices of one layer call that are tried: measuring runs each of them, and a micro-batch of more does not come about."""
-_LESS_WITH_HALF = 0.9
-"""With half the rows, layer calls take less than this fraction of the memory; else still fewer rows help no more."""
-
 _LESS_WITH_TILES = 0.99
 """With smaller tiles of the last layer and the loss, a plan needs less than this fraction; else those are not what is in
 the way."""
@@ -167,6 +164,7 @@ class CallCuts:
         self._from_host = saved is not None and saved.policy.slices_from_host
         self._set_tiles(Tiles.from_config(settings.tokens) if saved is None else Tiles.from_policy(saved.policy))
         self.makes_room = False
+        self._has_no_head = False  # whether tiles have been tried, and no layer was one whose output can be made in them
 
     # ---- those in force
 
@@ -237,7 +235,7 @@ class CallCuts:
                 stay as that attempt had them.
         """
         attempts = _Attempts(self, attempt)
-        self.makes_room = self.may_change
+        self.makes_room, self._has_no_head = self.may_change, False
         try:
             success = self._try_in_order(sample, attempts)
         finally:
@@ -323,8 +321,8 @@ class CallCuts:
         """
         if not self._may_slice:
             return None
-        world = self._runtime.world
-        rows, most_bytes = world.max("rows to cut", sample.rows), float("inf")
+        world, larger, needed_by_larger = self._runtime.world, 0, 0
+        rows = world.max("rows to cut", sample.rows)
         room_bytes = world.max("room for slices", self._runtime.device.budget_bytes or 0)
         whole_bytes = 0 if of_whole is None else of_whole.layer_bytes
         before = self.now.rows or WHOLE
@@ -341,10 +339,13 @@ class CallCuts:
                 return tried
             if not world.any("cut into slices", self._profiler.rows(Sizes(size, size)).cuts):
                 return None
-            if tried.costs is not None:
-                if tried.costs.working_bytes > _LESS_WITH_HALF * most_bytes:
+            needed = world.max("needed by slices", tried.error.least_budget_bytes or 0)
+            if needed and needed_by_larger:
+                # Whatever the task that takes most, fewer rows save no more for each row than these did.
+                saved_by_row = (needed_by_larger - needed) / (larger - size)
+                if needed - saved_by_row * size > room_bytes:
                     return None
-                most_bytes = tried.costs.working_bytes
+            larger, needed_by_larger = size, needed
         return None
 
     # ---- tiles of tokens
@@ -393,7 +394,9 @@ class CallCuts:
             self.tiles_in_use,
             self._runtime.world.max("tokens to cut", _most_tokens(sample)),
         )
-        head = None if now.head and not seen.head else _next_smaller(_HEAD_TILES, now.head, most)
+        has_no_head = bool(now.head) and not seen.head
+        self._has_no_head |= has_no_head and costs is not None
+        head = None if has_no_head or self._has_no_head else _next_smaller(_HEAD_TILES, now.head, most)
         layers = None if now.layers and not seen.layers else _next_smaller(_LAYER_TILES, now.layers, most)
         cuts_head = head is not None and (not now.head or layers is None)
         if costs is not None and costs.costs:

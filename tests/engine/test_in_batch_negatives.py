@@ -5,6 +5,7 @@ The reference is plain PyTorch over whole micro-batches; sums over rows are made
 
 from __future__ import annotations
 
+import copy
 import logging
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from harmony_ds import DoesNotFitError, HarmonyEngine
 from tests.engine.drive import LossOf, config_of, engine_for, loop_plainly, loop_with, sgd
+from tests.inside import planner_of
 
 pytestmark = pytest.mark.fixed_times
 
@@ -145,6 +147,40 @@ def test_an_eighth_of_a_layer_call_is_enough(program: LossOf, part: int) -> None
         losses, ratios = loop_with(engine, batches, program)
         assert engine.plan is not None and engine.plan.policy.slices_from_host
         assert engine.memory_report().device_peak_bytes == engine.plan.peak_bytes <= budget
+    assert losses == pytest.approx(expected, rel=TOLERANCE)
+    assert set(ratios) == {1.0}
+    assert_close(model, plain)
+
+
+class SummedEmbeddings(nn.Module):
+    """Three kinds of embeddings, of which its forward holds all rows at once, as a BERT's does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.kinds, self.places = (nn.Embedding(50, WIDTH) for _ in range(3))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        words = self.words(tokens)
+        kinds = self.kinds(tokens % 2)
+        return words + kinds + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+
+
+def test_embeddings_that_are_one_layer_are_cut_down_to_single_rows() -> None:
+    """Which takes less than the sum of several kinds does by itself."""
+    model, batches = Encoder(), data(ROWS, 16)
+    model.embedding = SummedEmbeddings()
+    plain, layers = copy.deepcopy(model), {"layers": ["embedding", "blocks.?"]}
+    config = config_of(1, harmony={**SMALLEST, **layers, "micro_batch": 1})
+    with engine_for(copy.deepcopy(model), sgd, config) as engine:
+        planner_of(engine)._slices_from_host = True
+        loop_with(engine, batches[:1], one_input)
+        budget = {"device_memory_gib": peak_of(engine) / 2**30}
+    with engine_for(copy.deepcopy(model), sgd, config_of(1, harmony=budget)) as engine, pytest.raises(DoesNotFitError):
+        loop_with(engine, batches, one_input)
+    expected = loop_plainly(plain, batches, 1, one_input)
+    with engine_for(model, sgd, config_of(1, harmony={**budget, **layers})) as engine:
+        losses, ratios = loop_with(engine, batches, one_input)
+        assert engine.plan is not None and engine.plan.policy.backward_rows == 1
     assert losses == pytest.approx(expected, rel=TOLERANCE)
     assert set(ratios) == {1.0}
     assert_close(model, plain)
