@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from harmony_ds.errors import DoesNotFitError
-from harmony_ds.estimate.survey import Survey, frugal_policy, update_cost
+from harmony_ds.estimate.survey import MOST_LISTED, Survey, frugal_policy, update_cost
 from harmony_ds.offload.disk_weights import HOST_BYTES
 from harmony_ds.scheduler.allocator_fit import SearchWith, beside_uploads, is_replayed, leaving, search_fitting
 from harmony_ds.scheduler.choose import PlanRequest
@@ -104,8 +104,6 @@ class Forecast:
 
 _CHOICES = 10
 """Plans among which the allocator's needs decide."""
-_MOST_LISTED = 1024
-"""Of a step with more micro-batches than this, a forecast walks a few that stand for all: its plan is never run."""
 
 
 def forecast(survey: Survey, host_budget_bytes: int | None = None) -> Forecast:
@@ -114,7 +112,7 @@ def forecast(survey: Survey, host_budget_bytes: int | None = None) -> Forecast:
     Raises:
         DoesNotFitError: no plan fits the device.
     """
-    request = replace(survey.request, most_listed=_MOST_LISTED)
+    request = replace(survey.request, most_listed=MOST_LISTED)
     if host_budget_bytes is not None:
         left = max(0, host_budget_bytes - sum(_state_bytes(survey).values()))
         request = replace(request, host_bytes=left // request.policy.devices)
@@ -171,7 +169,7 @@ def joining(now: Forecast) -> Advice | None:
     if survey.request.settings.micro_batch != "config" or not survey.may_join:
         return None
     joined = JoinedCosts(survey.graph, survey.costs, survey.profile.machine, survey.element)
-    request = replace(survey.request, most_listed=_MOST_LISTED)
+    request = replace(survey.request, most_listed=MOST_LISTED)
     return advise(now.choice, survey.profile.tables[-1][0], request, joined)
 
 
@@ -237,7 +235,7 @@ def _with_longer_step(now: Forecast) -> Iterator[tuple[str, float]]:
     Where the plan's policy then takes too much device memory, it is simulated with more frugal ones.
     """
     survey, policy, machine = now.survey, now.plan.policy, now.survey.profile.machine
-    request = replace(survey.request, micro_batches=2 * survey.request.micro_batches, most_listed=_MOST_LISTED)
+    request = replace(survey.request, micro_batches=2 * survey.request.micro_batches, most_listed=MOST_LISTED)
     frugal = frugal_policy(policy, request)
     for used in (policy, frugal, replace(frugal, prefetch=False)):
         planned = CandidateEstimator(survey.costs, request).plan(now.plan.packing, used)

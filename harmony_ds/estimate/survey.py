@@ -34,12 +34,12 @@ from harmony_ds.profiling.profiler import IN_LAYERS, SEVERAL, TOKENS
 from harmony_ds.profiling.roofline import RooflineClock, on_meta
 from harmony_ds.profiling.sample import Sample
 from harmony_ds.runtime.micro_batch import loss_of
-from harmony_ds.scheduler.choose import PlanRequest, may_move_crossing
+from harmony_ds.scheduler.choose import PlanRequest, make_plan, may_move_crossing
 from harmony_ds.scheduler.costs import CostTable
 from harmony_ds.scheduler.estimator import CandidateEstimator
 from harmony_ds.scheduler.packing import ElementBytes, Packer
 from harmony_ds.scheduler.partition import uniform_bounds
-from harmony_ds.scheduler.plan import ALL_PACKS, Policy
+from harmony_ds.scheduler.plan import ALL_PACKS, Packing, Policy
 from harmony_ds.scheduler.profile import Machine, Profile
 from harmony_ds.scheduler.search import Choice, search
 from harmony_ds.scheduler.sizes import WHOLE, SizedCosts, Sizes, combined, rank_sizes
@@ -49,6 +49,8 @@ _MODEL_KEYS = ("model", "shapes", "dtypes", "torch")
 _ADAM = Section("AdamW", {"torch_adam": True})
 """Taken for the optimizer where none is configured: the program will pass one."""
 _NO_RATES = KernelRates(1.0, 1.0, 1.0, 1.0, 1.0, 0.0)
+MOST_LISTED = 1024
+"""Of a step with more micro-batches than this, a forecast walks a few that stand for all: its plan is never run."""
 _MOST_IN_WAVES = 256
 """Micro-batches of a step of several devices, of which a forecast simulates every one: minutes."""
 
@@ -196,12 +198,19 @@ def smallest_peak_bytes(survey: Survey) -> int:
 def _smallest_peak_bytes(
     graph: LayerGraph, costs: CostTable, element: ElementBytes, request: PlanRequest, copies_overlap: bool
 ) -> int:
+    packing, policy = _most_frugal(graph, costs, element, request, copies_overlap)
+    estimator = CandidateEstimator(costs, request)
+    return max(estimator.stage_peaks(estimator.sample(packing, policy)))
+
+
+def _most_frugal(
+    graph: LayerGraph, costs: CostTable, element: ElementBytes, request: PlanRequest, copies_overlap: bool
+) -> tuple[Packing, Policy]:
+    """Return packs and policy of the most frugal plan."""
     early = request.policy.prefetch and request.is_manual and not copies_overlap
     packer = Packer(graph, costs, element, request.policy)
     packing = packer.packing(uniform_bounds(len(graph.calls), request.settings.pack_layers or 1))
-    policy = frugal_policy(replace(request.policy, prefetch=early), request)
-    estimator = CandidateEstimator(costs, request)
-    return max(estimator.stage_peaks(estimator.sample(packing, policy)))
+    return packing, frugal_policy(replace(request.policy, prefetch=early), request)
 
 
 def frugal_policy(policy: Policy, request: PlanRequest) -> Policy:
@@ -324,15 +333,20 @@ def _survey_that_fits(
     chooses_sizes: bool,
     tried: list[CostTable],
 ) -> Survey:
-    """Do what `_survey_as_cut` does, and add costs to `tried`; raise DoesNotFitError if no plan fits the device."""
-    planner = state.planner
+    """Do what `_survey_as_cut` does, and add costs to `tried`; raise DoesNotFitError if no plan fits the device, or none
+    that its allocator can serve.
+    """
+    planner, copies_overlap = state.planner, state.device.copies_overlap
     element = ElementBytes(config.compute_dtype.itemsize, config.accumulation_dtype.itemsize)
+
+    def request_for(graph: LayerGraph) -> PlanRequest:
+        return planner.search.request(graph, config.gradient_accumulation_steps, planner.sizes.wanted or WHOLE)
 
     def check_bytes(costs: CostTable) -> None:
         tried.append(costs)
         graph = planner.graph_with(costs.calls)
-        request = planner.search.request(graph, config.gradient_accumulation_steps, planner.sizes.wanted or WHOLE)
-        peak_bytes = _smallest_peak_bytes(graph, costs, element, request, state.device.copies_overlap)
+        request = request_for(graph)
+        peak_bytes = _smallest_peak_bytes(graph, costs, element, request, copies_overlap)
         if request.budget_bytes is not None and peak_bytes > request.budget_bytes:
             raise DoesNotFitError(
                 f"the smallest plan takes {peak_bytes:,} bytes of {request.budget}.", peak_bytes + request.beside_bytes
@@ -340,6 +354,10 @@ def _survey_that_fits(
 
     found = _survey_as_cut(state, subject, config, sample, chooses_sizes, check_bytes)
     check_bytes(found.costs)
+    request = replace(request_for(found.graph), most_listed=MOST_LISTED)
+    if found.fragment_bytes and not request.is_sampled:
+        packing, policy = _most_frugal(found.graph, found.costs, element, request, copies_overlap)
+        planner.search.check_served(make_plan(packing, found.costs, request, policy), request, found.costs)
     return found
 
 

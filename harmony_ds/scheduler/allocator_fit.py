@@ -148,6 +148,11 @@ def replayed(choice: Choice, request: PlanRequest, costs: CostTable, smallest_ra
     return replace(choice, reserved_bytes=needed_bytes)
 
 
+def serves(plan: Plan, request: PlanRequest, costs: CostTable) -> bool:
+    """Return whether the allocator can serve `plan` with all of the request's budget, and no retry."""
+    return reserved_bytes(plan, costs) <= _limit_bytes(request) or _fits_by_luck(plan, request, costs)
+
+
 def is_served(choice: Choice, request: PlanRequest) -> bool:
     """Return whether the allocator can serve a choice that was replayed with all of the request's budget, and no retry."""
     return choice.reserved_bytes is not None and choice.reserved_bytes <= _limit_bytes(request)

@@ -164,7 +164,9 @@ class CallCuts:
         self._from_host = saved is not None and saved.policy.slices_from_host
         self._set_tiles(Tiles.from_config(settings.tokens) if saved is None else Tiles.from_policy(saved.policy))
         self.makes_room = False
-        self._has_no_head = False  # whether tiles have been tried, and no layer was one whose output can be made in them
+        self._has_no_head = (
+            False  # whether tiles have been tried, and no layer was one whose output can be made in them
+        )
 
     # ---- those in force
 

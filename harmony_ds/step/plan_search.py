@@ -23,6 +23,7 @@ from harmony_ds.scheduler.allocator_fit import (
     leaving,
     replayed,
     search_fitting,
+    serves,
 )
 from harmony_ds.scheduler.choose import PlanRequest
 from harmony_ds.scheduler.costs import CostTable
@@ -217,6 +218,15 @@ class PlanSearch:
 
     # ---- the device's allocator
 
+    def check_served(self, plan: Plan, request: PlanRequest, costs: CostTable) -> None:
+        """Raise ShortOfRoomError if the allocator could not serve `plan`, and layer calls may still be cut.
+
+        `request`: for all of the budget.
+        """
+        less = beside_uploads(request, costs)
+        if self._cuts.makes_room and is_replayed(less, costs) and not serves(plan, less, costs):
+            raise _short_of_room()
+
     def _check_allocator(
         self, choices: tuple[Choice, ...], request: PlanRequest, costs: CostTable
     ) -> tuple[Choice, ...]:
@@ -234,7 +244,7 @@ class PlanSearch:
             chosen = replayed(chosen, request, costs, self.smallest_ratio)
         if not is_served(chosen, request):
             if self._cuts.makes_room:
-                raise ShortOfRoomError("torch's allocator would have to reserve more than the budget.")
+                raise _short_of_room()
             self._warn_of_allocator(chosen, request)
         return (chosen, *choices[1:])
 
@@ -281,6 +291,10 @@ class PlanSearch:
             return advice
 
         return self._runtime.world.compute_on_first("advice", found)
+
+
+def _short_of_room() -> ShortOfRoomError:
+    return ShortOfRoomError("torch's allocator would have to reserve more than the budget.")
 
 
 def _tell_of_replicas(choices: tuple[Choice, ...]) -> None:

@@ -248,7 +248,7 @@ def test_devices_on_one_host_share_its_memory_and_cores() -> None:
 def test_a_few_micro_batches_stand_for_many_to_the_byte(
     make: Callable[..., Survey], clipping: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("harmony_ds.estimate.forecast._MOST_LISTED", 4)
+    monkeypatch.setattr("harmony_ds.estimate.forecast.MOST_LISTED", 4)
     survey = make(40, clipping)
     survey = replace(survey, request=replace(survey.request, thorough=False))
     found = forecast(survey)

@@ -30,7 +30,9 @@ from harmony_ds.profiling.measurement import Measurement
 from harmony_ds.profiling.roofline import on_meta
 from harmony_ds.profiling.sample import Sample
 from harmony_ds.runtime.micro_batch import loss_of
+from harmony_ds.scheduler.choose import PlanRequest
 from harmony_ds.scheduler.costs import CostTable
+from harmony_ds.scheduler.plan import Plan
 from harmony_ds.scheduler.profile import Profile
 from harmony_ds.step.engine_state import EngineState
 from tests.cover import spread
@@ -440,3 +442,19 @@ def test_a_row_whose_logits_fit_is_estimated_whole(tmp_path: Path) -> None:
 
     assert found.request.policy.tile_tokens == 0
     assert not found.costs.costs[-1].runs_with_loss
+
+
+def served_in_slices(plan: Plan, request: PlanRequest, costs: CostTable) -> bool:
+    """An allocator that has room for slices of rows alone."""
+    return plan.policy.backward_rows > 0
+
+
+@pytest.mark.parametrize(("micro_batch", "rows"), [("config", 1), (2, 2)])
+def test_rows_are_cut_where_only_the_allocator_is_short_of_room(
+    micro_batch: Any, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("harmony_ds.step.plan_search.serves", served_in_slices)
+    one = family("llama")
+    harmony = {"device_memory_gib": 1.0, "micro_batch": micro_batch, "tokens": "off"}
+    subject = Subject(built_on_meta(one, 0.0), on_meta_device(one.batch(0)))
+    assert estimate(subject, config_of(harmony=harmony), HARDWARE).request.policy.backward_rows == rows
