@@ -172,7 +172,7 @@ def test_embeddings_that_are_one_layer_are_cut_down_to_single_rows() -> None:
     plain, layers = copy.deepcopy(model), {"layers": ["embedding", "blocks.?"]}
     config = config_of(1, harmony={**SMALLEST, **layers, "micro_batch": 1})
     with engine_for(copy.deepcopy(model), sgd, config) as engine:
-        planner_of(engine)._slices_from_host = True
+        planner_of(engine).cuts._from_host = True
         loop_with(engine, batches[:1], one_input)
         budget = {"device_memory_gib": peak_of(engine) / 2**30}
     with engine_for(copy.deepcopy(model), sgd, config_of(1, harmony=budget)) as engine, pytest.raises(DoesNotFitError):
