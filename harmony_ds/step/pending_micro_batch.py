@@ -296,7 +296,8 @@ class PendingMicroBatch:
         if is_for_measuring() is not None:  # another engine measures a loss that leads here, too
             return gradient
         self.check_not_propagated()
-        self._note_caller()
+        if not self.loss.is_propagating:  # else noted when the program called backward()
+            self._note_caller()
         self.note_gradient()
         self.uses_non_outputs |= not self.is_of_outputs
         backward_pass = None if self.loss.is_propagating else f"of autograd {torch._C._current_graph_task_id()}"

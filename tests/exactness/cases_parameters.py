@@ -178,6 +178,22 @@ def frozen_before_backward(side: Side) -> Found:
     return weights(model)
 
 
+@case(*PAIRS, tolerance=REGROUPED)
+def frozen_after_backward(side: Side) -> Found:
+    """The head is frozen between backward, of a loss of two forwards, and step, which runs another forward; BatchNorm."""
+    model = Net(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)))
+    engine = side.initialize(model, sgd(model))
+    data = iter(batches(3 * side.accumulation, rows=4))
+    for _ in range(side.accumulation):
+        one, other = (own_loss(engine, *next(data)) for _ in range(2))
+        engine.backward((one - other).square() + one)
+        kept = own_loss(engine, *next(data))
+        model.head.requires_grad_(False)
+        engine.step()
+        model.head.requires_grad_(True)
+    return {**weights(model), "loss": kept}
+
+
 @case(*PAIRS)
 def frozen_between_two_backward_passes(side: Side) -> Found:
     """The front is trained by the first of two losses of the same outputs, and frozen for the second."""
