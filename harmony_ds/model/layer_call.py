@@ -85,9 +85,8 @@ class LayerCalls:
         self._parts_to_run = parts_to_run
         self._device_transfers = device_transfers
         self._open_heads: list[tuple[int, HeadCall]] = []
-        self._may_run_in_tiles: dict[
-            object, bool
-        ] = {}  # by a head's call and the tokens of a tile: whether it is proved
+        # By a head's call and the tokens of a tile, whether it is proved:
+        self._may_run_in_tiles: dict[object, bool] = {}
         self.checks_recomputation = False
         self.slices_from_host = False
         self._unseen: list[str] | None = None  # None: not collected
@@ -256,12 +255,8 @@ class LayerCalls:
         inputs = self._inputs_of_head(request) if self.head_tiles.has_head(request.layer) else None
         if inputs is None or inputs.tokens <= self.head_tiles.size:
             return None
-        key = (
-            self.head_tiles.size,
-            request.autocast,
-            request.around,
-            self.layer_tiles.key_of(inputs.call_with(inputs.hidden)),
-        )
+        called = self.layer_tiles.key_of(inputs.call_with(inputs.hidden))
+        key = self.head_tiles.size, request.autocast, request.around, called
         if key not in self._may_run_in_tiles:
             with weights() as leaves:
                 self._may_run_in_tiles[key] = inputs.may_run_in_tiles(self.head_tiles.size, leaves)

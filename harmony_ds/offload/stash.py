@@ -288,9 +288,8 @@ class Stash:
 
     def _release_host(self, host: HostCopy, was_swapped_in: bool) -> None:
         """Give a buffer back after the last copies to the device that read it."""
-        read: Event | None = (
-            None  # no copy has waited for that to the host, which may still be queued on another stream
-        )
+        # Without one, no copy back to the device has waited for the copy out, which may still be queued on its stream.
+        read: Event | None = None
         if host.is_cut:
             read = self._device.record(Stream.COMPUTE)
         elif was_swapped_in:

@@ -164,9 +164,8 @@ class CallCuts:
         self._from_host = saved is not None and saved.policy.slices_from_host
         self._set_tiles(Tiles.from_config(settings.tokens) if saved is None else Tiles.from_policy(saved.policy))
         self.makes_room = False
-        self._has_no_head = (
-            False  # whether tiles have been tried, and no layer was one whose output can be made in them
-        )
+        # Whether tiles have been tried, and no layer was one whose output can be made in them:
+        self._has_no_head = False
 
     # ---- those in force
 
@@ -391,11 +390,8 @@ class CallCuts:
         """
         if self._settings.tokens != "auto" or self._is_given:
             return None
-        now, seen, most = (
-            self.now.tiles,
-            self.tiles_in_use,
-            self._runtime.world.max("tokens to cut", _most_tokens(sample)),
-        )
+        now, seen = self.now.tiles, self.tiles_in_use
+        most = self._runtime.world.max("tokens to cut", _most_tokens(sample))
         has_no_head = bool(now.head) and not seen.head
         self._has_no_head |= has_no_head and costs is not None
         head = None if has_no_head or self._has_no_head else _next_smaller(_HEAD_TILES, now.head, most)
