@@ -22,13 +22,11 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from harmony_ds.model.caches import extract_caches
 from harmony_ds.model.intercept import Request
-from harmony_ds.model.own_settings import refill
+from harmony_ds.model.own_settings import SWITCHES, refill
 from harmony_ds.model.trees import TreeStructure, flatten_all, unflatten_all
 from harmony_ds.scheduler.rows import CallKind
 
 PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, slice, torch.dtype, torch.device, torch.layout)
-SWITCHES = (bool, str, enum.Enum)
-"""Plain arguments that decide how a layer computes, where numbers are data."""
 
 Collector = dict[str, Any]
 """Transformers' output collector: a list for each wanted output, and settings."""

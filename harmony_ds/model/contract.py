@@ -16,7 +16,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from enum import Enum
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -30,8 +29,10 @@ from harmony_ds.errors import ModelError
 from harmony_ds.model.dict_record import DictRecord
 from harmony_ds.model.own_settings import (
     CONTAINERS,
+    MOST_WORDS,
     NOT_PLAIN,
     SET_ONCE,
+    SWITCHES,
     Key,
     ModuleSettings,
     are_equal,
@@ -50,8 +51,6 @@ _COPIED_BYTES = 1 << 20  # of a tensor that measuring may write into
 Attributes = dict[Key, tuple[Any, int]]
 """The attributes, buffers and submodules of all modules at one time, each with its version if it is a tensor."""
 _ABSENT = object(), 0
-_MOST_WORDS = 16
-"""Words that an attribute may be in turn and still name a mode; where there are more, they are data."""
 _NOTHING_TO_SET = nullcontext()  # one for all: each task enters it
 
 
@@ -276,12 +275,12 @@ class Contract:
         for number, (held, names) in enumerate(self._compared):
             for name in names:
                 value = held.get(name)  # forward may have deleted it
-                if not isinstance(value, bool | str | Enum) or (number, name) in self._written:
+                if not isinstance(value, SWITCHES) or (number, name) in self._written:
                     continue
                 if isinstance(value, str):
                     words = self._words[number, name]
                     words.add(value)
-                    if len(words) > _MOST_WORDS:
+                    if len(words) > MOST_WORDS:
                         continue
                 settings.append((number, name, value))
         return hashlib.sha256(repr(settings).encode()).digest()

@@ -21,6 +21,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from torch import Tensor, nn
@@ -39,6 +40,11 @@ SET_ONCE = "_output_capturing_hooks_installed"  # by transformers, when hidden s
 NOT_PLAIN = frozenset(nn.Module().__dict__) | {"forward", "_flat_weights", "_flat_weight_refs", "_current_fx_name"}
 """Attributes that are not compared: parameters, hooks, modes, and those that engines, wrappers and Lightning put there."""
 SCALARS = (bool, int, float, complex, str, bytes)
+FLAGS = (bool, Enum)
+SWITCHES = (*FLAGS, str)
+"""Plain values that decide how code computes, where numbers are data."""
+MOST_WORDS = 16
+"""Words that an argument or an attribute may be in turn and still name a mode; where there are more, they are data."""
 CONTAINERS = (list, dict, set, OrderedDict)
 _AS_ENGINE: TrainedFlags = {}
 _NOTHING_TO_SET = nullcontext()  # one for all: each layer call enters it

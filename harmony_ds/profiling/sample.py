@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from enum import Enum
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from harmony_ds.model.own_settings import FLAGS
 from harmony_ds.model.trees import flatten, map_tensors, tensors_in
 from harmony_ds.runtime.micro_batch import Objective
 
@@ -108,7 +108,7 @@ def _is_mask(tensor: Tensor) -> bool:
 def form_of(inputs: Any, modes: bytes) -> object:
     """Return `Sample.form` of a micro-batch with these inputs and modes."""
     leaves, _ = flatten((inputs,))
-    return modes, tuple([(place, leaf) for place, leaf in enumerate(leaves) if isinstance(leaf, (bool, Enum))])
+    return modes, tuple([(place, leaf) for place, leaf in enumerate(leaves) if isinstance(leaf, FLAGS)])
 
 
 def shapes_of(inputs: Any) -> InputShapes:

@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, is_dataclass, replace
-from enum import Enum
 from typing import Any
 from weakref import WeakValueDictionary, ref
 
@@ -22,6 +21,7 @@ from torch import Tensor
 from torch.utils._pytree import register_pytree_node
 
 from harmony_ds.errors import BatchError
+from harmony_ds.model.own_settings import FLAGS, MOST_WORDS
 from harmony_ds.model.untouched import is_for_measuring
 from harmony_ds.profiling.sample import InputShapes, shapes_of
 from harmony_ds.runtime.micro_batch import MicroBatch
@@ -48,9 +48,6 @@ from harmony_ds.step.output_structure import (
 )
 from harmony_ds.step.pending import Node, OutputsGiven, PendingTensor, Source
 from harmony_ds.step.shape_rules import ShapeRules
-
-_MOST_WORDS = 16
-"""Combinations of strings among a call's arguments that may name modes; where there are more, they are data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,10 +335,10 @@ class OutputKinds:
         return known[words].outputs(source, form, call.home, losses_only)
 
     def _of_form(self, call: MicroBatch) -> tuple[dict[object, OutputKind], object]:
-        """Return what calls returned in the modes of `call` with its arguments and switches, and its strings."""
+        """Return what calls returned in the modes of `call` with its arguments and flags, and its strings."""
         args, kwargs = call.inputs
         given = {key: value for key, value in (*enumerate(args), *kwargs.items()) if value is not None}
-        switches = frozenset((key, value) for key, value in given.items() if isinstance(value, (bool, Enum)))
+        flags = frozenset((key, value) for key, value in given.items() if isinstance(value, FLAGS))
         words = frozenset((key, value) for key, value in given.items() if isinstance(value, str))
-        known = self._known[call.state.modes.training, frozenset(given), switches]
-        return known, words if words in known or len(known) < _MOST_WORDS else None
+        known = self._known[call.state.modes.training, frozenset(given), flags]
+        return known, words if words in known or len(known) < MOST_WORDS else None
