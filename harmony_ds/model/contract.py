@@ -143,7 +143,8 @@ class Contract:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Attribute changes to forward, which the engine runs while the context is open; warn once that it sets them."""
-        outer, before, settings = self.is_running, self.read_state().attributes, self._settings
+        outer, before = self.is_running, self.read_state().attributes
+        settings = self._settings  # as `read_state` has found them
         self.is_running = True
         if not outer:
             self.settings.begin()
@@ -300,13 +301,12 @@ class Contract:
     def _note_written(self, keys: set[Key], settings: bytes) -> None:
         """Note that forward has written `keys`; `settings`: the digest before it did."""
         told = {key for key in keys - self._written if key[1] not in (SET_ONCE, *self._held[key[0]]["_buffers"])}
-        names = sorted(map(self._name, told))
-        if names and not self._is_said:
+        if told and not self._is_said:
             self._is_said = True
             _logger.warning(
                 "the model's forward sets %s: since micro-batches run later than they are called, what it has set is "
                 "there when engine.step() or a look at a loss has run them.",
-                ", ".join([*names[:4], "..."] if len(names) > 4 else names),
+                self.name_all(told),
             )
         if not keys <= self._written:
             self._written |= keys

@@ -615,8 +615,8 @@ class _HeadInputs:
 
     def run(self, hidden: Tensor, leaves: Leaves) -> Any:
         """Run the layer's forward on other hidden states, and on `leaves` of its parameters."""
-        args, kwargs = self._with(hidden)
-        return self.layer.call_forward(self.request, args, kwargs, leaves)
+        other = self.arguments.request_with(self.request, [hidden])
+        return self.layer.call_forward(self.request, other.args, other.kwargs, leaves)
 
     def prove(self, leaves: Leaves) -> TokenProof:
         """Prove that the layer's forward treats each token of a row by itself; they lie in the last dimension but one.
@@ -658,13 +658,8 @@ class _HeadInputs:
 
     def call_with(self, hidden: Tensor) -> ModuleCall:
         """Return the call with other hidden states."""
-        return ModuleCall.taken_apart(self.layer.module, self.request.forward, *self._with(hidden))
-
-    def _with(self, hidden: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the call's arguments with other hidden states."""
-        values = self.arguments.rebuild([hidden])
-        kwargs = dict(zip(self.arguments.keywords, values[self.arguments.positional :], strict=True))
-        return tuple(values[: self.arguments.positional]), kwargs
+        other = self.arguments.request_with(self.request, [hidden])
+        return ModuleCall.taken_apart(self.layer.module, self.request.forward, other.args, other.kwargs)
 
 
 def _isolated(layer: CalledLayer, call: RecordedCall) -> AbstractContextManager[None]:

@@ -142,7 +142,6 @@ class PlanSearch:
         Raises:
             DoesNotFitError: none fits, or (`ShortOfRoomError`) none that the allocator can serve, and other cuts are tried.
         """
-        request = replace(self.request(graph, group_size, sizes), thorough=thorough)
         fragment_bytes = 0
         if self._saved is None:
             fragment_bytes = self._runtime.device.fragment_bytes(costs.working_bytes)
@@ -150,6 +149,7 @@ class PlanSearch:
         if leaves_some:
             with suppress(DoesNotFitError):
                 return self._choose_beside_fragments(graph, costs, group_size, sizes, thorough, fragment_bytes)
+        request = replace(self.request(graph, group_size, sizes), thorough=thorough)
         choices = self._search(graph, costs, request)
         choices = self._check_allocator(choices, beside_uploads(request, costs), costs)
         if thorough and leaves_some:
