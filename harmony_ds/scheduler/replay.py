@@ -273,8 +273,8 @@ class Replay:
                         lane.blocks[number] = self._malloc(nbytes)
                     lane.ended.add(number)
             case TaskKind.CROSSING_OUT:
-                for position in pack.positions:
-                    for number in self._allocations.calls[position].outputs:
+                for call in self._allocations.calls[: pack.positions[-1] + 1]:  # what came back leaves again
+                    for number in call.outputs:
                         if number in lane.blocks and number not in lane.held:
                             block = lane.blocks.pop(number)
                             lane.crossing_on_host[number] = block.nbytes

@@ -120,6 +120,19 @@ def test_crossing_tensors_leave_with_the_next_run_and_come_back() -> None:
     assert requests["Z0.0"] == [4]
 
 
+def test_what_crosses_several_packs_leaves_again_after_each() -> None:
+    """The first call's output is needed until the last call, as embeddings are that a model keeps in a variable."""
+    calls = call_of(0), replace(call_of(1), code=()), replace(call_of(2), code=(Event(20, 0), Event(10, 0)))
+    allocations = replace(COSTS.allocations or Allocations(), calls=calls)
+    packing = reused(packs_of(True, True, True, weight_bytes=100 * KIB, gradient_bytes=3 * KIB))
+    policy = replace(ON_DEVICE, stash_on_host=ALL_PACKS, crossing_on_host=True)
+    plan = Plan(packing, policy, compose_step(packing, Group.with_fresh(4), policy), 4, 0, 0)
+    requests = requests_of(plan, replace(costs_of((0, 1, 2)), allocations=allocations))
+    assert requests["Y1.0"] == [8]
+    assert requests["F1.1"] == [16, 8, -16, -8, -8]  # it and the second call's output, of micro-batch 0
+    assert requests["Y2.0"] == [8, 8]
+
+
 def test_what_slices_take_from_the_host_leaves_at_once_and_before_the_loss() -> None:
     policy = replace(ON_DEVICE, stash_on_host=ALL_PACKS, crossing_on_host=True, slices_from_host=True)
     requests = requests_of(plan_of(policy, micro_batches=2), replace(COSTS, in_slices=True))
