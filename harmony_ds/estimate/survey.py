@@ -321,7 +321,7 @@ def _survey(
     sample = _sample_of(subject, config, state)
     with suppress(DoesNotFitError):
         attempt = partial(_survey_that_fits, state, subject, config, sample, chooses_sizes)
-        return planner.cuts.fewest(sample, attempt)
+        return planner.cuts.find_with_fewest(sample, attempt)
     return _survey_as_cut(state, subject, config, sample, chooses_sizes)
 
 

@@ -22,7 +22,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from harmony_ds.model.caches import extract_caches
 from harmony_ds.model.intercept import Request
-from harmony_ds.model.own_settings import SWITCHES, refill
+from harmony_ds.model.own_settings import is_switch, refill
 from harmony_ds.model.trees import TreeStructure, flatten_all, unflatten_all
 from harmony_ds.scheduler.rows import CallKind
 
@@ -64,8 +64,8 @@ class Arguments:
 
     @property
     def kind(self) -> CallKind:
-        """The first place of each tensor among the leaves, and the leaves that are flags or words."""
-        switches = [(place, leaf) for place, leaf in enumerate(self.leaves) if isinstance(leaf, SWITCHES)]
+        """The first place of each tensor among the leaves, and the leaves that are flags, words or zero."""
+        switches = [(place, leaf) for place, leaf in enumerate(self.leaves) if is_switch(leaf)]
         return tuple([places[0] for places in self.places]), tuple(switches)
 
     @property

@@ -94,13 +94,17 @@ class DeviceBuffers:
     ) -> None:
         """Hold the buffers of `modules`, but for `swapped` ones (keys by module), which are swapped as weights are."""
         self._swapped = swapped
-        self._owners = [module for module in modules if self._staying(module)]
         self._device = device
         self._ledger = ledger
         self._copies: dict[int, _BufferCopy] = {}  # by the id of the host's
         self._unversioned: set[nn.Module] = set()  # modules whose forward writes to buffers through `.data`
         self._places: Mapping[nn.Module, int] = {}
         self.are_written = False  # whether forward passes have been seen to change any
+        self.find_owners(modules)
+
+    def find_owners(self, modules: Iterable[nn.Module]) -> None:
+        """Hold the buffers that `modules` have now, some of which may be new."""
+        self._owners = [module for module in modules if self._staying(module)]
         staying = {id(buffer): buffer for module in self._owners for buffer in self._staying(module).values()}
         self.nbytes = sum(buffer.nbytes for buffer in staying.values())
 

@@ -43,7 +43,7 @@ class CalledLayer:
         self._tiles = tiles
         self.parameters = parameters
         self.reject_gradient = RejectGradient(layer.name)
-        self.buffered = [module for module in layer.module.modules() if module._buffers]
+        self.find_buffers()
         self.writes_inputs = False
         self.inputs_written_later = False
         self.changes_buffers = False
@@ -53,6 +53,10 @@ class CalledLayer:
         self._gathering: set[nn.Module] = set()  # normalization modules seen to update running statistics
         self._reading: set[nn.Module] = set()  # and those seen to read them
         self.names = layer.parameters
+
+    def find_buffers(self) -> None:
+        """Note the modules that have buffers now."""
+        self.buffered = [module for module in self.module.modules() if module._buffers]
 
     @property
     def may_keep_graphs(self) -> bool:

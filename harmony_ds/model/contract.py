@@ -10,9 +10,7 @@ A micro-batch runs later than the program calls the model, so its call's state i
 
 from __future__ import annotations
 
-import hashlib
 import logging
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -26,19 +24,20 @@ from torch.utils._pytree import tree_iter
 
 from harmony_ds.decomposer.find import Layer
 from harmony_ds.errors import ModelError
+from harmony_ds.model.configurations import Configuration, is_configuration
 from harmony_ds.model.dict_record import DictRecord
 from harmony_ds.model.own_settings import (
     CONTAINERS,
-    MOST_WORDS,
     NOT_PLAIN,
     SET_ONCE,
-    SWITCHES,
     Key,
     ModuleSettings,
     are_equal,
     ignored_attributes,
+    is_small_container,
     refill,
 )
+from harmony_ds.model.settings_digest import HOOKS, SettingsDigest
 from harmony_ds.model.trees import LIBRARIES
 from harmony_ds.offload.host_store import bypass_hooks
 
@@ -48,8 +47,11 @@ _STRUCTURE = ("_parameters", "_buffers", "_modules")
 _HOOK = "forward hook "
 _COPIED_BYTES = 1 << 20  # of a tensor that measuring may write into
 
-Attributes = dict[Key, tuple[Any, int]]
-"""The attributes, buffers and submodules of all modules at one time, each with its version if it is a tensor."""
+Attributes = dict[Key, tuple[Any, Any]]
+"""The attributes, buffers and submodules of all modules at one time, and the plain entries of their configurations.
+
+Each with its version if it is a tensor, with a copy if it is a small container of plain values.
+"""
 _ABSENT = object(), 0
 _NOTHING_TO_SET = nullcontext()  # one for all: each task enters it
 
@@ -63,7 +65,7 @@ class CallModes:
     """The modes of a call: `training` of every module, `requires_grad` of every parameter, torch's switches.
 
     Attributes:
-        settings: a digest of flags and words among the attributes of modules, which decide what forward does.
+        settings: a digest of what modules hold and decides how forward computes (`settings_digest`).
     """
 
     training: tuple[bool, ...]
@@ -104,20 +106,31 @@ class Contract:
     """Recorder of one model's state at each call, which is checked and set again when the call's micro-batch runs."""
 
     def __init__(self, model: nn.Module, layers: Sequence[Layer] = ()) -> None:
-        names = dict(model.named_modules())
-        self._names, self._modules = list(names), list(names.values())
-        self._held = [module.__dict__ for module in self._modules]
-        self._ignored = [ignored_attributes(module) for module in self._modules]
+        self._model, self._layers = model, layers
+        # All modules that the model has had, by number: those that are gone keep theirs.
+        self._names: list[str] = []
+        self._modules: list[nn.Module] = []
+        self._held: list[dict[str, Any]] = []
+        self._ignored: list[frozenset[str]] = []
+        self._inner: set[int] = set()  # numbers of modules inside layers
+        self._configurations: dict[int, Configuration] = {}  # by id: all that modules have held
         self._parameters = list(model.parameters())
-        self.settings = ModuleSettings(self._modules, layers)
+        self._digest = SettingsDigest()
         self._written: set[Key] = set()  # by forward
-        self._alike: dict[bytes, bytes] = {}  # digest of settings to an earlier one that stands for it
-        self._words: defaultdict[Key, set[str]] = defaultdict(set)  # that attributes have been
+        self._stands_for: dict[bytes, bytes] = {}  # digest of settings to an earlier one that stands for it
         self._with_graphs: set[Key] = set()  # those of them that hold tensors with a graph
         self._is_said = False
         self.is_running = False  # by the engine
+        self._observers: list[Callable[[], None]] = []
+        self._structure: list[tuple[list[int], list[str]]] = []
+        self._find_modules()
+        self.settings = ModuleSettings(self._modules, layers)
         self._record()
         self.modes = self._modes()  # in force
+
+    def when_structure_changes(self, observer: Callable[[], None]) -> None:
+        """Call `observer` from now on when the program has exchanged modules, or given them other buffers."""
+        self._observers.append(observer)
 
     def read_state(self) -> CallState:
         """Return the state now; its `modes` and `attributes` are the same objects as long as nothing changes."""
@@ -127,6 +140,11 @@ class Contract:
             modes = self._modes()
             self.modes = self.modes if modes == self.modes else modes
         return CallState(self.modes, self._attributes, self._trained, self._held[0], self.settings)
+
+    def trained_since(self, state: CallState) -> set[nn.Module]:
+        """Return the modules with buffers that are in training mode now, and were not when the call of `state` came."""
+        training = zip(self._modules, state.modes.training, strict=False)
+        return {module for module, before in training if module.training and not before and module._buffers}
 
     def check(self, states: Sequence[CallState]) -> None:
         """Raise ModelError if the program has changed attributes since calls in `states` that run now."""
@@ -197,10 +215,10 @@ class Contract:
             changed = _changed(before, self._snapshot())
             self._note_written(changed, modes.settings)
             for number, key in changed:
-                held = self._held[number]
+                held = self._holder(number)
                 if (number, key) not in before:
                     held.pop(key, None)
-                elif not isinstance(value := before[number, key][0], nn.Module) and key not in held["_buffers"]:
+                elif not isinstance(value := before[number, key][0], nn.Module) and key not in held.get("_buffers", ()):
                     held[key] = value
             for container, content in contents:
                 refill(container, content)
@@ -244,7 +262,7 @@ class Contract:
             return tuple(map(attrgetter("requires_grad"), self._parameters))
 
     def _set_modes(self, modes: CallModes) -> None:
-        for module, training in zip(self._modules, modes.training, strict=True):
+        for module, training in zip(self._modules, modes.training, strict=False):  # those that are new have no mode yet
             if module.training is not training:
                 module.training = training
         with bypass_hooks():
@@ -253,54 +271,90 @@ class Contract:
                     parameter.requires_grad_(trained)
         set_switches(modes.switches)
 
+    def _find_modules(self) -> bool:
+        """Give numbers to modules that are new, with their configurations; return whether there are any."""
+        known = set(map(id, self._modules))
+        inner = {id(one) for layer in self._layers for one in layer.module.modules() if one is not layer.module}
+        for name, module in self._model.named_modules():
+            if id(module) not in known:
+                if id(module) in inner:
+                    self._inner.add(len(self._modules))
+                self._names.append(name)
+                self._modules.append(module)
+                self._held.append(module.__dict__)
+                self._ignored.append(ignored_attributes(module))
+        return len(self._modules) > len(known)
+
     def _record(self) -> None:
-        self._attributes = self._snapshot()
+        if self._find_modules():
+            self.settings.compare(self._modules)
+        before, self._structure = self._structure, [_structure_of(module) for module in self._modules]
+        if before != self._structure:
+            for observer in self._observers:
+                observer()
         self._compared = [
             (held, [name for name in held if name not in ignored and name != "training"])  # modes are read apart
             for held, ignored in zip(self._held, self._ignored, strict=True)
         ]
         tables = [held[kind] for kind in ("_buffers", "_modules") for held in self._held]
-        self._recorded = DictRecord(self._compared + [(table, list(table)) for table in tables])
+        tables += [self._held[number][kind] for kind in HOOKS for number in self._inner]
+        self._find_configurations()
+        configured = [(one.entries, one.plain_names()) for one in self._configurations.values()]
+        forwards = [(held, ["forward"]) for held in self._held if "forward" in held]
+        recorded = self._compared + configured + forwards + [(table, list(table)) for table in tables]
+        self._recorded = DictRecord(recorded, is_small_container)
+        self._attributes = self._snapshot()
         digest = self._digest_of_settings()
-        self._settings = self._alike.get(digest, digest)
+        self._settings = self._stands_for.get(digest, digest)
         self._tensors = [value for value in self._recorded.values if isinstance(value, Tensor)]
         self._versions = list(map(_version, self._tensors))
 
-    def _digest_of_settings(self) -> bytes:
-        """Return a digest of flags and words among the attributes, but for those that forward sets.
+    def _find_configurations(self) -> None:
+        """Note the configurations that modules hold now, under negative numbers."""
+        for number, held in enumerate(self._held):
+            for name, value in held.items():
+                if id(value) not in self._configurations and is_configuration(value):
+                    at = -1 - len(self._configurations)
+                    self._configurations[id(value)] = Configuration(at, self._name((number, name)), value)
 
-        A flag may let a layer's rows look at each other, or need more memory: then the model is measured anew. Words that
-        are never the same (the name of a run) are data, as numbers are.
-        """
-        settings = []
-        for number, (held, names) in enumerate(self._compared):
-            for name in names:
-                value = held.get(name)  # forward may have deleted it
-                if not isinstance(value, SWITCHES) or (number, name) in self._written:
-                    continue
-                if isinstance(value, str):
-                    words = self._words[number, name]
-                    words.add(value)
-                    if len(words) > MOST_WORDS:
-                        continue
-                settings.append((number, name, value))
-        return hashlib.sha256(repr(settings).encode()).digest()
+    def _configuration(self, number: int) -> Configuration:
+        return next(one for one in self._configurations.values() if one.number == number)
+
+    def _holder(self, number: int) -> dict[str, Any]:
+        """Return what holds the attributes of one number: a module's, or a configuration's."""
+        return self._held[number] if number >= 0 else self._configuration(number).entries
+
+    def _digest_of_settings(self) -> bytes:
+        """Return the digest of settings, but for those that forward sets."""
+        compared = [(number, held, names) for number, (held, names) in enumerate(self._compared)]
+        compared += [(one.number, one.entries, one.plain_names()) for one in self._configurations.values()]
+        attributes = [
+            ((number, name), held[name])
+            for number, held, names in compared
+            for name in names
+            if (number, name) not in self._written and name in held  # forward may have deleted it
+        ]
+        return self._digest.of(attributes, dict(enumerate(self._modules)), self._inner)
 
     def _is_unchanged(self) -> bool:
         """Compare with the last record. Every call does: it is quick, and may report changes that are none."""
         return self._recorded.is_unchanged() and self._versions == list(map(_version, self._tensors))
 
     def _snapshot(self) -> Attributes:
-        return {
-            (number, key): (value, _version(value) if isinstance(value, Tensor) else 0)
+        attributes = {
+            (number, key): (value, _state_of(value))
             for number, held in enumerate(self._held)
             for key, value in (*held.items(), *held["_buffers"].items(), *held["_modules"].items())
             if key not in NOT_PLAIN
         }
+        for one in self._configurations.values():
+            attributes |= {(one.number, name): (one.entries[name], 0) for name in one.plain_names()}
+        return attributes
 
     def _note_written(self, keys: set[Key], settings: bytes) -> None:
         """Note that forward has written `keys`; `settings`: the digest before it did."""
-        told = {key for key in keys - self._written if key[1] not in (SET_ONCE, *self._held[key[0]]["_buffers"])}
+        of_modules = {key for key in keys - self._written if key[0] >= 0}
+        told = {key for key in of_modules if key[1] not in (SET_ONCE, *self._held[key[0]]["_buffers"])}
         if told and not self._is_said:
             self._is_said = True
             _logger.warning(
@@ -311,14 +365,16 @@ class Contract:
         if not keys <= self._written:
             self._written |= keys
             # Without what forward sets, settings are as they were: nothing is to be measured anew.
-            self._alike[self._digest_of_settings()] = self._settings = settings
+            self._stands_for[self._digest_of_settings()] = self._settings = settings
         for number, name in keys:
-            value = self._held[number].get(name)
+            value = self._holder(number).get(name)
             if any(isinstance(one, Tensor) and one.requires_grad for one in tree_iter(value)):
                 self._with_graphs.add((number, name))
 
     def _name(self, key: Key) -> str:
-        return ".".join(filter(None, (self._names[key[0]], key[1])))
+        number, name = key
+        holder = self._names[number] if number >= 0 else self._configuration(number).name
+        return ".".join(filter(None, (holder, name)))
 
 
 def is_hook(key: Key) -> bool:
@@ -330,15 +386,37 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def _structure_of(module: nn.Module) -> tuple[list[int], list[str]]:
+    """Return which submodules it has, and the names of its buffers."""
+    return list(map(id, module._modules.values())), list(module._buffers)
+
+
+def _state_of(value: Any) -> Any:
+    """Return what tells of a write into `value`; None: nothing does."""
+    if isinstance(value, Tensor):
+        return _version(value)
+    return value.copy() if is_small_container(value) else None
+
+
 def _changed(before: Attributes, now: Attributes) -> set[Key]:
-    """Return the keys whose values are neither the same object nor equal plain values, or were written to."""
+    """Return the keys whose values are neither the same object nor equal plain values, or were written to.
+
+    A container that has more or fewer entries is none of them: a list of results, say.
+    """
     return {key for key in before.keys() | now.keys() if not _same(before.get(key, _ABSENT), now.get(key, _ABSENT))}
 
 
-def _same(one: tuple[Any, int], other: tuple[Any, int]) -> bool:
-    if one[0] is other[0]:
-        return one[1] == other[1]
-    return are_equal(one[0], other[0])
+def _same(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
+    if one[0] is not other[0]:
+        return are_equal(one[0], other[0])
+    before, now = one[1], other[1]
+    if type(before) is not type(now) or isinstance(before, set):
+        return True  # what is not plain has come or gone: something is collected there
+    if isinstance(before, dict):
+        return all(before[key] is now[key] or before[key] == now[key] for key in before.keys() & now.keys())
+    if isinstance(before, list):
+        return all(a is b or a == b for a, b in zip(before, now, strict=False))
+    return bool(before == now)
 
 
 _C: Any = torch._C  # whose functions are read at every layer call

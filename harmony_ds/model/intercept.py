@@ -166,10 +166,29 @@ class InterceptedForward:
     def __init__(self, layer: Layer, device: Device) -> None:
         # The instance may have a forward of its own already (accelerate sets one).
         self.before = layer.module.__dict__.get("forward")
+        self._of_class = _forward_of_class(layer.module)
         functools.update_wrapper(self, layer.module.forward)
         self._layer, self._device = layer, device
         self._forward = self._handled = layer.module.forward
         self._compiler: Compiler | None = None
+
+    def is_replaced(self) -> bool:
+        """Return whether the program has given the layer, or its class, another forward."""
+        module = self._layer.module
+        return module.__dict__.get("forward") is not self or _forward_of_class(module) is not self._of_class
+
+    def give_back(self) -> None:
+        """Give the layer its own forward back, unless the program has replaced or deleted it."""
+        held = self._layer.module.__dict__
+        if held.get("forward") is self:
+            del held["forward"]
+            if self.before is not None:
+                held["forward"] = self.before
+
+    @property
+    def own(self) -> Callable[..., Any]:
+        """The layer's forward, as the program wrote it."""
+        return self._forward
 
     def compile(self, compiler: Compiler | None) -> None:
         """Let handlers run the layer's forward as `compiler` compiles it; None: uncompiled."""
@@ -200,6 +219,14 @@ class InterceptedForward:
         return itemgetter(0), ((self.before,),)
 
 
+def _forward_of_class(module: nn.Module) -> object:
+    """Return what the class of `module` has as its forward, as it stands there."""
+    for cls in type(module).__mro__:
+        if "forward" in cls.__dict__:
+            return cls.__dict__["forward"]
+    return None
+
+
 class Interception:
     """Intercepts the layers of one model until `remove`."""
 
@@ -218,11 +245,14 @@ class Interception:
                     self._inside.setdefault(modules[around], []).append(layer)
 
     def _intercept(self, layer: Layer) -> None:
+        known = self._forwards.get(layer)
+        if known is not None:
+            known.give_back()
         layer.module.__dict__["forward"] = self._forwards[layer] = InterceptedForward(layer, self._device)
 
     def replaced(self) -> list[Layer]:
-        """Return the layers whose `forward` the program has replaced."""
-        return [one for one, own in self._forwards.items() if one.module.__dict__.get("forward") is not own]
+        """Return the layers whose `forward` the program has replaced, or their class's."""
+        return [layer for layer, own in self._forwards.items() if own.is_replaced()]
 
     def adopt_replaced(self) -> None:
         """Intercept replaced forwards, and compile layers as the innermost module around each is compiled by now:
@@ -243,12 +273,8 @@ class Interception:
 
     def remove(self) -> None:
         """Give every layer its own forward back."""
-        for layer, intercepted in self._forwards.items():
-            own = layer.module.__dict__
-            if own.get("forward") is intercepted:  # else the program has replaced or deleted it
-                del own["forward"]
-                if intercepted.before is not None:
-                    own["forward"] = intercepted.before
+        for intercepted in self._forwards.values():
+            intercepted.give_back()
         self._forwards.clear()
 
 

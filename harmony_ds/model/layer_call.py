@@ -7,7 +7,7 @@ run, and a recomputation must give the same bits.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -95,6 +95,17 @@ class LayerCalls:
     def changing_buffers(self) -> frozenset[int]:
         """The layers that have been seen to change buffers."""
         return frozenset(index for index, layer in enumerate(self.layers) if layer.changes_buffers)
+
+    def find_buffers(self) -> None:
+        """Note the modules of layers that have buffers now."""
+        for layer in self.layers:
+            layer.find_buffers()
+
+    def replay_buffers_of(self, modules: Set[nn.Module]) -> None:
+        """Let recomputations of layers with `modules` start from their former buffers from now on."""
+        for layer in self.layers:
+            if not modules.isdisjoint(layer.buffered):
+                layer.replay_buffers()
 
     @contextmanager
     def collecting_unseen(self) -> Iterator[list[str]]:
@@ -256,7 +267,7 @@ class LayerCalls:
         if inputs is None or inputs.tokens <= self.head_tiles.size:
             return None
         called = self.layer_tiles.key_of(inputs.call_with(inputs.hidden))
-        key = self.head_tiles.size, request.autocast, request.around, called
+        key = self.head_tiles.size, request.grad, request.autocast, request.around, called
         if key not in self._may_run_in_tiles:
             with weights() as leaves:
                 self._may_run_in_tiles[key] = inputs.may_run_in_tiles(self.head_tiles.size, leaves)

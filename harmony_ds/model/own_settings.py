@@ -43,6 +43,8 @@ SCALARS = (bool, int, float, complex, str, bytes)
 FLAGS = (bool, Enum)
 SWITCHES = (*FLAGS, str)
 """Plain values that decide how code computes, where numbers are data."""
+NUMBERS = (int, float)
+"""Plain values that are data, but for whether they are zero: a coefficient that is not brings something in."""
 MOST_WORDS = 16
 """Words that an argument or an attribute may be in turn and still name a mode; where there are more, they are data."""
 CONTAINERS = (list, dict, set, OrderedDict)
@@ -70,7 +72,7 @@ class Setting:
 
     @staticmethod
     def capture(value: Any) -> Setting:
-        return Setting(value, value.copy() if _is_small(value) else None)
+        return Setting(value, value.copy() if is_small_container(value) else None)
 
     def is_same(self, other: Setting) -> bool:
         """Return whether nothing tells them apart."""
@@ -146,19 +148,11 @@ class ModuleSettings:
     """
 
     def __init__(self, modules: Sequence[nn.Module], layers: Sequence[Layer]) -> None:
-        self._held = [module.__dict__ for module in modules]
-        numbers = {id(module): number for number, module in enumerate(modules)}
-        inside: set[int] = set()
+        self._modules_of_layers = [layer.module for layer in layers]
         self._skipped: set[Key] = set()
         """Keys that are not compared any more: they are exchanged or shared."""
         self._exchanged: list[Key] = []
-        self._layers: list[_ComparedModules] = []
-        for layer in layers:
-            own = [numbers[id(module)] for module in layer.module.modules()]
-            inside.update(own)
-            self._layers.append(_ComparedModules({number: modules[number] for number in own}, self._skipped))
-        outside = {number: module for number, module in enumerate(modules) if number not in inside}
-        self._outside = _ComparedModules(outside, self._skipped)
+        self.compare(modules)
         self._noted: dict[Key, Setting] = {}  # set in this pass, and what was there before
         self._unseen: dict[Key, Setting] = {}  # the same of a lane, until it is undone
         # Set by lanes after their last layer calls, and what was there before:
@@ -171,6 +165,19 @@ class ModuleSettings:
         self.no_lane_sets_any = True
 
     # ---- finding out
+
+    def compare(self, modules: Sequence[nn.Module]) -> None:
+        """Compare `modules` from now on, each by its place as its number; those that are known stand where they stood."""
+        self._held = [module.__dict__ for module in modules]
+        numbers = {id(module): number for number, module in enumerate(modules)}
+        inside: set[int] = set()
+        self._layers: list[_ComparedModules] = []
+        for layer in self._modules_of_layers:
+            own = [numbers[id(module)] for module in layer.modules()]
+            inside.update(own)
+            self._layers.append(_ComparedModules({number: modules[number] for number in own}, self._skipped))
+        outside = {number: module for number, module in enumerate(modules) if number not in inside}
+        self._outside = _ComparedModules(outside, self._skipped)
 
     def begin(self) -> None:
         """Compare with what is there now from now on."""
@@ -439,7 +446,7 @@ class _ComparedModules:
             names = [name for name in held if name not in ignored and (number, name) not in self._skipped]
             self._keys += [(number, name) for name in names]
             compared.append((held, names))
-        self.recorded = DictRecord(compared, _is_small)
+        self.recorded = DictRecord(compared, is_small_container)
 
     def record_changes(self) -> None:
         """Record the modules' attributes again if they have changed."""
@@ -469,17 +476,22 @@ def _are_same(one: Mapping[Key, Setting], other: Mapping[Key, Setting]) -> bool:
     return one.keys() == other.keys() and all(one[key].is_same(other[key]) for key in one)
 
 
-def _is_small(value: Any) -> bool:
-    """Return whether `value` is a container whose contents are compared."""
+def is_small_container(value: Any) -> bool:
+    """Return whether `value` is a container whose contents are compared: of few plain values."""
     if type(value) not in CONTAINERS or len(value) > _SMALL:
         return False
     elements = value.values() if isinstance(value, dict) else value
     return all(one is None or isinstance(one, SCALARS) for one in elements)
 
 
+def is_switch(value: Any) -> bool:
+    """Return whether a plain value may decide how code computes: a flag, a word, or zero."""
+    return isinstance(value, SWITCHES) or (isinstance(value, NUMBERS) and value == 0)
+
+
 def _is_mode(value: Any) -> bool:
     """Return whether `value` may tell how a layer is to run; `ABSENT` may."""
-    return value is None or value is ABSENT or isinstance(value, bool | str) or _is_small(value)
+    return value is None or value is ABSENT or isinstance(value, bool | str) or is_small_container(value)
 
 
 def _is_number(value: Any) -> bool:
@@ -490,7 +502,7 @@ def are_equal(one: Any, other: Any) -> bool:
     """Return whether both are equal plain values, or small containers of such."""
     if type(one) is not type(other):
         return False
-    return (isinstance(one, SCALARS) or (_is_small(one) and _is_small(other))) and bool(one == other)
+    return (isinstance(one, SCALARS) or (is_small_container(one) and is_small_container(other))) and bool(one == other)
 
 
 def _are_close(one: Any, other: Any) -> bool:

@@ -38,7 +38,7 @@ from harmony_ds.optim.host_optimizer import Hyper
 ParameterNames = tuple[str, ...]
 
 
-class Held(Enum):
+class TensorRole(Enum):
     """What a resident parameter has both on the host and on the device.
 
     A parameter that is trained in its own dtype has no master beside its weight.
@@ -72,8 +72,8 @@ class ResidentPacks(GradientSums):
         self._stepped: dict[str, nn.Parameter] = {}  # what the optimizer steps: a trained weight itself, or its master
         self._masters: list[Tensor] = []  # buffers of masters
         self._state_bytes = 0
-        self._newer_on_device: dict[Held, set[str]] = {held: set() for held in Held}
-        self._newer_on_host: dict[Held, set[str]] = {held: set() for held in Held}
+        self._newer_on_device: dict[TensorRole, set[str]] = {role: set() for role in TensorRole}
+        self._newer_on_host: dict[TensorRole, set[str]] = {role: set() for role in TensorRole}
         self._watched: dict[str, Tensor | None] = {}  # weights that may be written unseen; a copy of each resident one
         self._versions: dict[str, int] = {}  # of packed weights, as they are on the device
         self._written: set[str] = set()  # weights that the program may have written since `pop_written`
@@ -151,9 +151,9 @@ class ResidentPacks(GradientSums):
             self._ledger.book_in(TrafficKind.RESIDENT, moved)
             self._last_read = self._device.record(Stream.COMPUTE)
 
-    def _pair(self, held: Held, name: str) -> tuple[Tensor, Tensor]:
+    def _pair(self, role: TensorRole, name: str) -> tuple[Tensor, Tensor]:
         """Return the host's tensor and the device's, of a weight or a master."""
-        if held is Held.WEIGHT:
+        if role is TensorRole.WEIGHT:
             return self._store.weight(name), self._weights[name]
         return self._store.masters[name].detach(), self._stepped[name].detach()
 
@@ -172,9 +172,9 @@ class ResidentPacks(GradientSums):
                 self._versions[name] = version
                 self.note_weight_written(name)
         tensors = []
-        for held in (Held.WEIGHT, Held.MASTER):
-            tensors += [self._pair(held, name) for name in self._weights if name in self._newer_on_host[held]]
-        self._copy_in(tensors, [name for name in self._stepped if name in self._newer_on_host[Held.STATE]])
+        for role in (TensorRole.WEIGHT, TensorRole.MASTER):
+            tensors += [self._pair(role, name) for name in self._weights if name in self._newer_on_host[role]]
+        self._copy_in(tensors, [name for name in self._stepped if name in self._newer_on_host[TensorRole.STATE]])
         for names in self._newer_on_host.values():
             names.clear()
 
@@ -238,69 +238,69 @@ class ResidentPacks(GradientSums):
 
     def sync_to_host(self) -> None:
         """Bring all weights, masters and optimizer state on the host up to date."""
-        for held in Held:
-            self._to_host(held, tuple(self._weights))
+        for role in TensorRole:
+            self._to_host(role, tuple(self._weights))
 
     def weight_to_host(self, name: str) -> None:
         """Bring the weight of `name` on the host up to date."""
-        self._to_host(Held.WEIGHT, (name,))
+        self._to_host(TensorRole.WEIGHT, (name,))
 
     def master_to_host(self, name: str) -> None:
         """Bring the master of `name` on the host up to date, which may be the weight itself."""
-        self._to_host(Held.MASTER if self._has_own_master(name) else Held.WEIGHT, (name,))
+        self._to_host(TensorRole.MASTER if self._has_own_master(name) else TensorRole.WEIGHT, (name,))
 
     def state_to_host(self, name: str) -> None:
         """Bring the optimizer's state of `name` on the host up to date."""
-        self._to_host(Held.STATE, (name,))
+        self._to_host(TensorRole.STATE, (name,))
 
     def hand_out_state(self, names: Iterable[str]) -> None:
         """Bring the optimizer's state of `names` on the host up to date, for a program that may write into it."""
-        held = tuple(name for name in names if name in self._stepped)
-        self._to_host(Held.STATE, held)
-        self._newer_on_host[Held.STATE].update(held)
+        resident = tuple(name for name in names if name in self._stepped)
+        self._to_host(TensorRole.STATE, resident)
+        self._newer_on_host[TensorRole.STATE].update(resident)
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _to_host(self, held: Held, names: ParameterNames) -> None:
+    def _to_host(self, role: TensorRole, names: ParameterNames) -> None:
         self._notice_replaced_state()
-        stale = [name for name in names if name in self._newer_on_device[held]]
+        stale = [name for name in names if name in self._newer_on_device[role]]
         if not stale:
             return
         moved = 0
         for name in stale:
-            if held is Held.STATE:
+            if role is TensorRole.STATE:
                 assert self._optimizer is not None
                 moved += self._optimizer.copy_state_to_host(name, self._stepped[name])
             else:
-                host, there = self._pair(held, name)
-                moved += host.copy_(there, non_blocking=True).nbytes
+                on_host, on_device = self._pair(role, name)
+                moved += on_host.copy_(on_device, non_blocking=True).nbytes
         self._ledger.book_out(TrafficKind.RESIDENT, moved)
         # The program reads the host's tensors right after this.
         self._device.record(Stream.COMPUTE).synchronize()
         # Noted only now: the wait may be interrupted, and the program may go on.
-        self._newer_on_device[held].difference_update(stale)
+        self._newer_on_device[role].difference_update(stale)
 
     def _notice_replaced_state(self) -> None:
         """Count the optimizer's state as written on the host if `load_state_dict` has replaced it."""
         if self._optimizer is not None and self._optimizer.watch_replaced_state():
-            self._newer_on_device[Held.STATE].clear()
-            self._newer_on_host[Held.STATE].update(self._stepped)
+            self._newer_on_device[TensorRole.STATE].clear()
+            self._newer_on_host[TensorRole.STATE].update(self._stepped)
 
     def note_weight_written(self, name: str) -> None:
         """Note that the program writes into the weight of `name`, which is up to date on the host."""
         self._written.add(name)
         if name in self._weights:
-            self._newer_on_host[Held.WEIGHT].add(name)
+            self._newer_on_host[TensorRole.WEIGHT].add(name)
 
     def note_master_written(self, name: str) -> None:
         """Note that the master of `name` has been written on the host, where it is up to date."""
         if name in self._weights:
-            self._newer_on_host[Held.MASTER if self._has_own_master(name) else Held.WEIGHT].add(name)
+            self._newer_on_host[TensorRole.MASTER if self._has_own_master(name) else TensorRole.WEIGHT].add(name)
 
     def note_state_written(self, name: str) -> None:
         """Note that the optimizer's state of `name` has been written on the host, where it is up to date."""
         if name in self._stepped:
-            self._newer_on_host[Held.STATE].add(name)
+            self._newer_on_host[TensorRole.STATE].add(name)
 
     def note_all_written(self) -> None:
         """Count everything as written on the host, where it is up to date."""
@@ -404,11 +404,11 @@ class ResidentPacks(GradientSums):
 
     def _note_updated(self, name: str) -> None:
         """Note that the host's weight, master and optimizer state of `name` are out of date."""
-        for held in Held:
-            if held is Held.MASTER and not self._has_own_master(name):
+        for role in TensorRole:
+            if role is TensorRole.MASTER and not self._has_own_master(name):
                 continue
-            self._newer_on_device[held].add(name)
-            self._newer_on_host[held].discard(name)
+            self._newer_on_device[role].add(name)
+            self._newer_on_host[role].discard(name)
         self._watched.pop(name, None)
         self._written.discard(name)
 

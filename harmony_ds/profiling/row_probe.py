@@ -47,13 +47,13 @@ class _Trial:
 
     Attributes:
         results: leaves of what it has returned, and of containers that it has written into.
-        left: what the layer's modules hold afterwards in their attributes, by module and name: numbers and tensors in
+        attributes: what the layer's modules hold afterwards in their attributes, by module and name: numbers and tensors in
             floating point, as a layer leaves them for others to read.
     """
 
     call: RecordedCall
     results: list[Any]
-    left: Mapping[tuple[int, str], Any]
+    attributes: Mapping[tuple[int, str], Any]
 
     @property
     def outputs(self) -> list[Tensor]:
@@ -61,10 +61,10 @@ class _Trial:
 
     def gave_as(self, other: _Trial) -> bool:
         """Return whether it has given and left what `other` has: tensors to rounding, plain values exactly."""
-        if len(self.results) != len(other.results) or self.left.keys() != other.left.keys():
+        if len(self.results) != len(other.results) or self.attributes.keys() != other.attributes.keys():
             return False
         pairs = [*zip(self.results, other.results, strict=True)]
-        pairs += [(value, other.left[key]) for key, value in self.left.items()]
+        pairs += [(value, other.attributes[key]) for key, value in self.attributes.items()]
         return all(_are_alike(one, another) for one, another in pairs)
 
 

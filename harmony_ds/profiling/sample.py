@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harmony_ds.model.own_settings import FLAGS
+from harmony_ds.model.intercept import Autocast
+from harmony_ds.model.own_settings import is_switch
 from harmony_ds.model.trees import flatten, map_tensors, tensors_in
 from harmony_ds.runtime.micro_batch import Objective
 
@@ -27,7 +28,8 @@ class Sample:
         call: runs the forward pass with such arguments.
         surrogate_loss: from the outputs, what is propagated back from: the loss, or what takes about as long.
         seed: of its random numbers.
-        modes: the model's training and requires_grad flags, packed.
+        modes: the model's training and requires_grad flags, and its settings, packed.
+        given: what else decides which operations the model runs, see `given_form`.
         trains: whether such micro-batches are propagated back from.
         inputs_beside: those of other forward passes that share its loss.
         in_groups: whether matrices with several times its rows hold as many for each of them (passages of each query).
@@ -38,14 +40,15 @@ class Sample:
     surrogate_loss: Objective
     seed: int
     modes: bytes = b""
+    given: str = ""
     trains: bool = True
     inputs_beside: Any = ()
     in_groups: bool = False
 
     @property
     def form(self) -> object:
-        """What decides which operations the model runs: its modes, and the flags among its arguments."""
-        return form_of(self.inputs, self.modes)
+        """What decides which operations the model runs."""
+        return self.modes, self.given
 
     @property
     def rows(self) -> int:
@@ -105,10 +108,19 @@ def _is_mask(tensor: Tensor) -> bool:
     return whole and tensor.dim() > 1 and tensor.numel() > 0 and tensor.max().item() == 1
 
 
-def form_of(inputs: Any, modes: bytes) -> object:
-    """Return `Sample.form` of a micro-batch with these inputs and modes."""
+def given_form(inputs: Any, autocast: Autocast | None) -> str:
+    """Return what of a call, beside shapes, decides which operations the model runs: autocast, dtypes, flags, zeros.
+
+    Words are not in it: some are data (the name of a run).
+    """
+    form: list[object] = [autocast] if autocast is not None and autocast.enabled else []
     leaves, _ = flatten((inputs,))
-    return modes, tuple([(place, leaf) for place, leaf in enumerate(leaves) if isinstance(leaf, FLAGS)])
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            form.append(leaf.dtype)
+        elif is_switch(leaf) and not isinstance(leaf, str):
+            form.append((place, leaf))
+    return repr(form)
 
 
 def shapes_of(inputs: Any) -> InputShapes:

@@ -271,7 +271,9 @@ class DeviceMemory:
         self._returned_crossing = _BytesByOwner(held)  # by micro-batch
         self._graphs = _BytesByOwner(held)  # by (pack, micro-batch)
         self._outputs = _BytesByOwner(held)  # by micro-batch: of the model, until the loss that it shares has been made
-        self._set_aside = _BytesByOwner(held)  # by pack: sums of gradients, while those of one shared loss are added up
+        self._copied_sums = _BytesByOwner(
+            held
+        )  # by pack: sums of gradients, while those of one shared loss are added up
         self._held_between_passes: dict[int, int] = {}  # by micro-batch, where it is not what the table says
         self._has_run: set[int] = set()  # micro-batches that an earlier task has run, or brought stash of
         self._computing: dict[TaskKind, Callable[[Task, PackBytes], int]] = {
@@ -351,7 +353,7 @@ class DeviceMemory:
         self._wait_after_backward(task, pack)
         peak = max(peak, self._all_bytes)
         if micro_batch in self._last_to_propagate:
-            self._set_aside.release(task.pack)
+            self._copied_sums.release(task.pack)
         return peak
 
     def _add_gradients(self, task: Task, pack: PackBytes) -> bool:
@@ -362,7 +364,7 @@ class DeviceMemory:
         sums_exist = task.pack in self._gradients
         self._gradients.set(task.pack, pack.gradient_bytes)
         if sums_exist and task.micro_batch in self._first_to_propagate:
-            self._set_aside.set(task.pack, pack.set_aside_bytes)
+            self._copied_sums.set(task.pack, pack.copied_sums_bytes)
         return sums_exist
 
     def _release_waiting(self, micro_batch: int) -> None:

@@ -32,7 +32,7 @@ class PackBytes:
     Attributes:
         first, last: positions of the pack's first and last call.
         weight_bytes, gradient_bytes: of the pack, with what the allocator rounds up.
-        set_aside_bytes: copy of the sums of gradients that is kept while micro-batches with a shared loss add up theirs.
+        copied_sums_bytes: copy of the sums of gradients that is kept while micro-batches with a shared loss add up theirs.
         stash_bytes: what the pack's calls stash, while that is on the device.
         returning_bytes: what comes back of it from the host.
         kept_graph_bytes: the graphs of all its calls, where they are kept from forward to backward.
@@ -53,7 +53,7 @@ class PackBytes:
         self.gradient_bytes = pack.gradient_bytes + (padding * len(pack.parameters) if pack.gradient_bytes else 0)
         # Sums of another dtype than the parameters' are added to call by call.
         summed_on_leaves = sum(call.backward.summed_bytes for call in calls) >= pack.gradient_bytes
-        self.set_aside_bytes = self.gradient_bytes if summed_on_leaves else 0
+        self.copied_sums_bytes = self.gradient_bytes if summed_on_leaves else 0
         self.stash_bytes = sum(call.stash.on_device_bytes for call in calls)
         self.returning_bytes = sum(call.stash.new_bytes for call in calls)
         self.kept_graph_bytes = sum(call.forward.kept_graph_bytes for call in calls)

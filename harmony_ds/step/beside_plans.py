@@ -58,7 +58,7 @@ class BesidePlans:
         return self._device.reserve_bytes() + (self._device.peer_reserve_bytes() if has_peers else 0)
 
     @property
-    def set_aside_bytes(self) -> int:
+    def fixed_bytes(self) -> int:
         """What no plan gets, whatever is left free: the reserve, and what is there before the first plan."""
         return self.reserve_bytes + (self._before_bytes or 0)
 
@@ -69,7 +69,7 @@ class BesidePlans:
     def total_bytes(self, plan: Plan | None) -> int:
         """Return all that is no part of `plan`, the one in force, but for shared losses; None: there is none yet."""
         exchange_bytes = 0 if plan is None else self.exchange_bytes(plan)
-        return self.set_aside_bytes + self.fragment_bytes + self.upload_bytes + self.left_free_bytes + exchange_bytes
+        return self.fixed_bytes + self.fragment_bytes + self.upload_bytes + self.left_free_bytes + exchange_bytes
 
     def keep_for_shared_losses(self, nbytes: int) -> None:
         """Keep `nbytes`, or more than so far, for shared losses."""

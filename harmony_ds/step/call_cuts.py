@@ -140,7 +140,7 @@ class CallCuts:
     """The cuts of one model's layer calls: those in force, and others where no plan fits with them.
 
     Attributes:
-        makes_room: while other cuts may be tried: a plan that the device's allocator cannot serve does not fit.
+        may_try_others: while other cuts may be tried: a plan that the device's allocator cannot serve does not fit.
     """
 
     def __init__(
@@ -163,9 +163,9 @@ class CallCuts:
         self._is_given = saved is not None
         self._from_host = saved is not None and saved.policy.slices_from_host
         self._set_tiles(Tiles.from_config(settings.tokens) if saved is None else Tiles.from_policy(saved.policy))
-        self.makes_room = False
+        self.may_try_others = False
         # Whether tiles have been tried, and no layer was one whose output can be made in them:
-        self._has_no_head = False
+        self._found_no_head = False
 
     # ---- those in force
 
@@ -207,7 +207,7 @@ class CallCuts:
             cuts = replace(cuts, rows=sizes, from_host=policy.get("slices_from_host", False))
         self.set(cuts)
 
-    def tell(self, sample: Sample, rows: Rows, graph: LayerGraph) -> None:
+    def log(self, sample: Sample, rows: Rows, graph: LayerGraph) -> None:
         """Log what runs in slices of `rows`, or in tiles of tokens, since nothing fits otherwise with `sample`."""
         tiles, parts = self.tiles_in_use, []
         if rows.cuts:
@@ -225,7 +225,7 @@ class CallCuts:
 
     # ---- others, where nothing fits
 
-    def fewest(self, sample: Sample, attempt: Attempt[_Found]) -> _Found:
+    def find_with_fewest(self, sample: Sample, attempt: Attempt[_Found]) -> _Found:
         """Return what `attempt` finds with layer calls that are cut no further than it takes, where the ds_config allows.
 
         They are cut where no plan fits, or none that the device's allocator can serve without giving memory back in each
@@ -236,11 +236,11 @@ class CallCuts:
                 stay as that attempt had them.
         """
         attempts = _Attempts(self, attempt)
-        self.makes_room, self._has_no_head = self.may_change, False
+        self.may_try_others, self._found_no_head = self.may_change, False
         try:
             success = self._try_in_order(sample, attempts)
         finally:
-            self.makes_room = False
+            self.may_try_others = False
         if success is not None:
             return success.found
         short = next((one for one in attempts.failures if isinstance(one.error, ShortOfRoomError)), None)
@@ -393,8 +393,8 @@ class CallCuts:
         now, seen = self.now.tiles, self.tiles_in_use
         most = self._runtime.world.max("tokens to cut", _most_tokens(sample))
         has_no_head = bool(now.head) and not seen.head
-        self._has_no_head |= has_no_head and costs is not None
-        head = None if has_no_head or self._has_no_head else _next_smaller(_HEAD_TILES, now.head, most)
+        self._found_no_head |= has_no_head and costs is not None
+        head = None if has_no_head or self._found_no_head else _next_smaller(_HEAD_TILES, now.head, most)
         layers = None if now.layers and not seen.layers else _next_smaller(_LAYER_TILES, now.layers, most)
         cuts_head = head is not None and (not now.head or layers is None)
         if costs is not None and costs.costs:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._pytree import register_pytree_node
 
 from harmony_ds.errors import BatchError
-from harmony_ds.model.own_settings import FLAGS, MOST_WORDS
+from harmony_ds.model.own_settings import MOST_WORDS
 from harmony_ds.model.untouched import is_for_measuring
 from harmony_ds.profiling.sample import InputShapes, shapes_of
 from harmony_ds.runtime.micro_batch import MicroBatch
@@ -335,10 +335,9 @@ class OutputKinds:
         return known[words].outputs(source, form, call.home, losses_only)
 
     def _of_form(self, call: MicroBatch) -> tuple[dict[object, OutputKind], object]:
-        """Return what calls returned in the modes of `call` with its arguments and flags, and its strings."""
+        """Return what calls of the form of `call` returned, in its modes; and its strings."""
         args, kwargs = call.inputs
         given = {key: value for key, value in (*enumerate(args), *kwargs.items()) if value is not None}
-        flags = frozenset((key, value) for key, value in given.items() if isinstance(value, FLAGS))
         words = frozenset((key, value) for key, value in given.items() if isinstance(value, str))
-        known = self._known[call.state.modes.training, frozenset(given), flags]
+        known = self._known[call.state.modes.training, frozenset(given), call.given]
         return known, words if words in known or len(known) < MOST_WORDS else None

@@ -67,9 +67,8 @@ _ENTRANCE = "harmony_ds: an output as the program was given it"
 _MOST_PARTS = 16
 """Results of one function that may wait; where there are more (rows of a batch), they are computed at once."""
 _SHAPE = frozenset("shape ndim dim size numel nbytes __len__".split())
-_METADATA = _SHAPE.union(
-    "dtype device layout is_floating_point is_complex is_cuda is_cpu is_meta is_sparse is_quantized element_size".split()
-)
+_DTYPE = frozenset("dtype is_floating_point is_complex element_size nbytes".split())
+_METADATA = _SHAPE | _DTYPE | frozenset("device layout is_cuda is_cpu is_meta is_sparse is_quantized".split())
 
 
 class OutputsGiven(enum.Enum):
@@ -128,7 +127,7 @@ class Node:
         function, operands: of others: nodes, tensors and anything else, flat.
         is_separable: each source can propagate a part of its own, since it is a sum of parts.
         divisors: what the program has divided it by.
-        shape_was_read: the program knows its shape.
+        shape_was_read, dtype_was_read: the program knows it.
         value: with its graph if the program has looked, else what is kept of it; what is written into it stays.
         was_propagated: the program has propagated back from it, without retaining the graph.
         owner: the tensor that the program has, or had.
@@ -147,6 +146,7 @@ class Node:
     is_separable: bool = True
     divisors: frozenset[float] = frozenset()
     shape_was_read: bool = False
+    dtype_was_read: bool = False
     value: Tensor | None = None
     was_propagated: bool = False
     owner: Callable[[], PendingTensor | None] = lambda: None
@@ -227,6 +227,12 @@ class Evaluation:
                 f"with arguments of the same shapes had given, and now it is {tuple(value.shape)}. Read a value of the "
                 "output before its shape, so that it is computed at once, or let the model compute the loss."
             )
+        if node.dtype_was_read and value.dtype != node.dtype:
+            raise BatchError(
+                f"the program was told that an output, or what it made of one, is {node.dtype}, as calls of the same form "
+                f"had given, and now it is {value.dtype}. Read a value of the output before its dtype, so that it is "
+                "computed at once, or let the model compute the loss."
+            )
         self.values[node] = value
 
 
@@ -289,8 +295,9 @@ class PendingTensor(torch.Tensor):
         kwargs = kwargs or {}
         name = name_of(func)
         if name in _METADATA:
-            if name in _SHAPE:
-                (args[0] if args else next(iter(kwargs.values()))).node.shape_was_read = True
+            node = (args[0] if args else next(iter(kwargs.values()))).node
+            node.shape_was_read |= name in _SHAPE
+            node.dtype_was_read |= name in _DTYPE
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if name in _LIKE and args and isinstance(args[0], PendingTensor):

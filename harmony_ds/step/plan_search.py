@@ -91,7 +91,7 @@ class PlanSearch:
     ) -> PlanRequest:
         """Return what is asked of the search for a plan, which is to leave `left_free_bytes` of the budget free."""
         budget = self._runtime.device.budget_bytes
-        beside = self._beside.set_aside_bytes + self._beside.shared_loss_bytes + left_free_bytes
+        beside = self._beside.fixed_bytes + self._beside.shared_loss_bytes + left_free_bytes
         from_host, tiles = self._cuts.now.from_host and sizes.cut, self._cuts.tiles_in_use
         return PlanRequest(
             settings=self._settings,
@@ -224,7 +224,7 @@ class PlanSearch:
         `request`: for all of the budget.
         """
         less = beside_uploads(request, costs)
-        if self._cuts.makes_room and is_replayed(less, costs) and not serves(plan, less, costs):
+        if self._cuts.may_try_others and is_replayed(less, costs) and not serves(plan, less, costs):
             raise _short_of_room()
 
     def _check_allocator(
@@ -243,7 +243,7 @@ class PlanSearch:
         if chosen.reserved_bytes is None:
             chosen = replayed(chosen, request, costs, self.smallest_ratio)
         if not is_served(chosen, request):
-            if self._cuts.makes_room:
+            if self._cuts.may_try_others:
                 raise _short_of_room()
             self._warn_of_allocator(chosen, request)
         return (chosen, *choices[1:])

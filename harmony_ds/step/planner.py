@@ -21,7 +21,7 @@ from harmony_ds.offload.host_memory import free_host_bytes
 from harmony_ds.profiling.profile_cache import ProfileFile
 from harmony_ds.profiling.profiler import Profiler
 from harmony_ds.profiling.progress import Progress
-from harmony_ds.profiling.sample import InputShapes, Sample, form_of, shapes_of
+from harmony_ds.profiling.sample import InputShapes, Sample, shapes_of
 from harmony_ds.runtime.runtime import Runtime
 from harmony_ds.scheduler.costs import CostTable
 from harmony_ds.scheduler.joining import Advice
@@ -43,9 +43,10 @@ count those that have no less than the second."""
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """What the model has been measured with: shapes and modes of a micro-batch, and how layer calls were cut."""
+    """What the model has been measured with: inputs (`given_form`) and modes of a micro-batch, and how calls were cut."""
 
     shapes: InputShapes
+    given: str
     modes: bytes
     cuts: Cuts
 
@@ -114,23 +115,27 @@ class Planner:
 
     # ---- what has been measured
 
-    def has_profiled(self, inputs: Any, modes: bytes | None = None) -> bool:
-        """Return whether no tensor of `inputs` is larger than what has been measured in `modes` (None: in any)."""
+    def has_profiled(self, inputs: Any, given: str, modes: bytes | None = None) -> bool:
+        """Return whether no tensor of `inputs` is larger than what has been measured in `modes` (None: in any).
+
+        `given`: their form, see `given_form`.
+        """
         shapes, cuts = shapes_of(inputs), self.cuts.now
         for known in self._measured:
-            if known.cuts == cuts and modes in (None, known.modes) and _dominates(known.shapes, shapes):
+            is_alike = (known.given, known.cuts) == (given, cuts) and modes in (None, known.modes)
+            if is_alike and _dominates(known.shapes, shapes):
                 if modes is not None and known.shapes != shapes:
                     self._note_smaller(known.shapes, shapes)
                 return True
         return False
 
-    def may_evaluate(self, inputs: Any, modes: bytes) -> bool:
+    def may_evaluate(self, inputs: Any, given: str, modes: bytes) -> bool:
         """Return whether the plan is good for forward passes with `inputs` in `modes`, without gradients.
 
         They take no more than those in any modes that were measured, but rows of layers may depend on each other in others.
         """
-        return self.has_profiled(inputs) and not (
-            self.rows.cuts and not self.profiler.has_probed(form_of(inputs, modes))
+        return self.has_profiled(inputs, given) and not (
+            self.rows.cuts and not self.profiler.has_probed((modes, given))
         )
 
     def _note_smaller(self, known: InputShapes, shapes: InputShapes) -> None:
@@ -159,14 +164,15 @@ class Planner:
             self.search.host_bytes = host_room_bytes(self._runtime)
         before = self.cuts.now
         try:
-            moved = self.cuts.fewest(sample, partial(self._plan_with, sample))
+            moved = self.cuts.find_with_fewest(sample, partial(self._plan_with, sample))
         except DoesNotFitError:
             self.cuts.set(before)
             raise
         if self.cuts.now != before:
-            self.cuts.tell(sample, self.rows, self.graph)
+            self.cuts.log(sample, self.rows, self.graph)
         shapes = shapes_of((sample.inputs, sample.inputs_beside))
-        self._measured.append(_Measured(shapes, sample.modes if sample.trains else b"", self.cuts.now))
+        modes = sample.modes if sample.trains else b""
+        self._measured.append(_Measured(shapes, sample.given, modes, self.cuts.now))
         if sample.trains:
             budget_bytes = self._runtime.device.budget_bytes
             self.progress.planned(self.choices[0], len(self.graph.calls), self.beside_bytes, budget_bytes)

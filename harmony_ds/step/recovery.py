@@ -41,17 +41,24 @@ class ErrorKind(enum.Enum):
     UPDATE_FAILED = "it came after updates were issued, or an earlier one has ended the engine"
 
 
+class Repetition(enum.Enum):
+    """How a run is made again after an error."""
+
+    MEASURED_ANEW = "each of its micro-batches may take another way through the model than was measured"
+    FOR_LESS_MEMORY = "its micro-batches take the way that was measured, with a plan for a lower budget"
+
+
 @dataclass(frozen=True, slots=True)
 class Remedy:
     """What is done about an error of some kind.
 
     Attributes:
-        action: the method of `Recovery` that is called with the error; returns what `Recovery.recover` does.
+        action: the method of `Recovery` that is called with the error; it raises, or returns how the run is made again.
         sentence: what that means, for people.
         when: a method of `Recovery` that must return True for it; the first remedy of a kind that fits is taken.
     """
 
-    action: Callable[[Any, Any], bool]
+    action: Callable[[Any, Any], Repetition]
     sentence: str
     when: Callable[[Any], bool] | None = None
 
@@ -70,12 +77,8 @@ class Recovery:
         self._budget = RetryBudget(context.runtime.device, context.planner)
         self._errors = 0  # so far
 
-    def recover(self, error: BaseException) -> bool:
-        """Undo the run, and do what the table says about `error`; return if the run is to be made again, else raise.
-
-        Returns:
-            Whether each of its micro-batches may take another way through the model than was measured.
-        """
+    def recover(self, error: BaseException) -> Repetition:
+        """Undo the run, and do what the table says about `error`: return how the run is to be made again, or raise."""
         self._errors += 1
         remedy = self._remedy(self._kind_of(error))
         undo_run(self._context, self._run, self.outcome)
@@ -147,16 +150,16 @@ class Recovery:
 
     # ---- what the table does
 
-    def measure_again(self, error: BaseException) -> bool:
+    def measure_again(self, error: BaseException) -> Repetition:
         """Let the run's micro-batches be measured, planned and run again, in all processes."""
         if not isinstance(error, PeerDiverged):
             self._context.world.tell_diverged()
-        return True
+        return Repetition.MEASURED_ANEW
 
-    def plan_for_less(self, error: torch.OutOfMemoryError) -> bool:
+    def plan_for_less(self, error: torch.OutOfMemoryError) -> Repetition:
         """Let the run's micro-batches be planned for a lower budget, and run again."""
         self._budget.lower(error)
-        return False
+        return Repetition.FOR_LESS_MEMORY
 
     def raise_error(self, error: BaseException) -> NoReturn:
         """Raise `error`."""

@@ -130,9 +130,9 @@ def finish_run(context: StepContext, run: Run, planned: PlannedRun) -> None:
         peak_bytes = 0
         if planned.watches_peak and device.peak_has_risen():
             # Workspaces are made when a thread first needs one, in some step.
-            set_aside_bytes = context.planner.beside.reserve_bytes + context.planner.beside.exchange_bytes(planned.plan)
+            beside_bytes = context.planner.beside.reserve_bytes + context.planner.beside.exchange_bytes(planned.plan)
             peaks = zip(device.peaks(), planned.unplanned_bytes, strict=True)
-            peak_bytes = max(peak - unplanned for peak, unplanned in peaks) - set_aside_bytes
+            peak_bytes = max(peak - unplanned for peak, unplanned in peaks) - beside_bytes
         context.planner.check_peak(peak_bytes)
         context.allocator_retries.finish_step()
     elif run.kind is RunKind.UPDATE and context.steps_whole:

@@ -15,7 +15,7 @@ from harmony_ds.model.trees import map_tensors
 from harmony_ds.profiling import flops
 from harmony_ds.profiling.flops import FlopCounts
 from harmony_ds.profiling.passes import ModelPasses
-from harmony_ds.profiling.sample import Sample
+from harmony_ds.profiling.sample import Sample, given_form
 from harmony_ds.runtime.micro_batch import MicroBatch
 from harmony_ds.step.context import StepContext
 from harmony_ds.step.inputs import CallInputs, Inputs
@@ -49,15 +49,17 @@ def new_micro_batch(
         )
     # As if one process had taken the micro-batches of all in turn.
     position = index * context.world.size + context.world.rank
+    autocast = Autocast.current(device.torch_device.type)
     return MicroBatch(
         index=index,
         seed=micro_batch_seed(context.seed, step_number, position),
         forward=lambda: context.model_calls.run(call, arguments),
         objective=lambda outputs: None,
-        autocast=Autocast.current(device.torch_device.type),
+        autocast=autocast,
         state=context.runtime.contract.read_state(),
         home=device.torch_device,
         device=device,
+        given=given_form(inputs, autocast),
         reduce=reduce,
         inputs=inputs,
     )
@@ -127,6 +129,7 @@ def sample_of(pending: PendingMicroBatch, context: StepContext) -> Sample:
         pending.surrogate_loss,
         micro_batch.seed,
         pending.measured_modes,
+        micro_batch.given,
         trains=micro_batch.reduce is None,
         inputs_beside=pending.inputs_beside,
     )

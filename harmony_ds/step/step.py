@@ -45,7 +45,7 @@ from harmony_ds.step.one_time_warnings import (
 )
 from harmony_ds.step.pending import OutputsGiven
 from harmony_ds.step.pending_micro_batch import PROPAGATED_ALREADY, RUN_ALONE, LossFunction, PendingMicroBatch, Stage
-from harmony_ds.step.recovery import Recovery, end_engine
+from harmony_ds.step.recovery import Recovery, Repetition, end_engine
 from harmony_ds.step.run import Run, RunKind, finish_run, plan_run, running
 from harmony_ds.step.samples import count_flops, measure, new_micro_batch
 from harmony_ds.step.shared_loss import SharedLoss
@@ -189,7 +189,8 @@ class Step:
         pending = PendingMicroBatch(self, micro_batch, arguments, loss_fn or loss_of, call, profiling_context)
         pending.called_at = calling_line()[:2]
         is_known = is_known and context.output_kinds.get(micro_batch) is not None
-        is_known = is_known and context.planner.has_profiled(micro_batch.inputs, micro_batch.state.modes.flags)
+        modes = micro_batch.state.modes.flags
+        is_known = is_known and context.planner.has_profiled(micro_batch.inputs, micro_batch.given, modes)
         if context.world.any("call the model", not is_known):
             self.measure(pending)
         if not self.micro_batches and context.forward_changes_buffers:
@@ -305,6 +306,13 @@ class Step:
                 return
             if pending.stage is Stage.QUEUED:
                 self._run_forward(pending)
+
+    def run_forwards_before_evaluation(self) -> None:
+        """Run forward passes that wait, if they change buffers, or read such as the model may be about to change."""
+        runtime = self.context.runtime
+        for pending in self.micro_batches:
+            runtime.layer_calls.replay_buffers_of(runtime.contract.trained_since(pending.micro_batch.state))
+        self.run_due_forwards()
 
     @torch.inference_mode(False)
     @torch.enable_grad()  # the caller may have gradients off for code of its own
@@ -637,10 +645,14 @@ class Step:
         """Return the last micro-batch of a loss that is not measured yet; None: all are."""
         for pending in wanted:
             makes_loss = pending.stage is Stage.QUEUED and pending is pending.loss.members[-1]
-            inputs = pending.micro_batch.inputs, pending.inputs_beside
-            if makes_loss and not self.context.planner.has_profiled(inputs, pending.measured_modes):
+            if makes_loss and not self._has_measured(pending):
                 return pending
         return None
+
+    def _has_measured(self, pending: PendingMicroBatch) -> bool:
+        """Return whether micro-batches that take no less memory have been measured, with a loss as its own."""
+        inputs = pending.micro_batch.inputs, pending.inputs_beside
+        return self.context.planner.has_profiled(inputs, pending.micro_batch.given, pending.measured_modes)
 
     def _check_recomputation(self, micro_batches: int) -> None:
         """Compare recomputed layers in the first step of several micro-batches; it waits for the device at each output.
@@ -722,8 +734,8 @@ class Step:
                         self._update_plan = planned.update_plan
                     return
                 except BaseException as error:  # noqa: BLE001 - `recover` raises it, unless the run is to be made again
-                    takes_other_ways = recovery.recover(error)
-                self._measure_again(run, takes_other_ways, executor.failure)
+                    repetition = recovery.recover(error)
+                self._measure_again(run, repetition, executor.failure)
                 executor.failure = None  # the run is made again
         except BaseException as error:
             if executor.failure is not None:
@@ -733,22 +745,22 @@ class Step:
         finally:
             self._is_running = was_running
 
-    def _measure_again(self, run: Run, takes_other_ways: bool, failure: TaskFailure | None) -> None:
+    def _measure_again(self, run: Run, repetition: Repetition, failure: TaskFailure | None) -> None:
         """Measure micro-batches of a run that is made again: all, if each may take another way through the model.
 
-        Else memory ran out: the one that failed is measured, and others as far as a new way to cut layer calls is not known
-        to fit them.
+        For less memory, the one that failed is measured, and others as far as a new way to cut layer calls is not known to
+        fit them.
         """
-        planner, pending = self.context.planner, list(run.pending)
-        if not takes_other_ways:
-            failed = [one for one in pending if failure is not None and one.micro_batch.index == failure.micro_batch]
-            first = failed[0] if failed else pending[0]
-            self.measure(first)
-            pending.remove(first)
-        for one in pending:
-            inputs = one.micro_batch.inputs, one.inputs_beside
-            if takes_other_ways or not planner.has_profiled(inputs, one.measured_modes):
-                self.measure(one)
+        if repetition is Repetition.MEASURED_ANEW:
+            for pending in run.pending:
+                self.measure(pending)
+            return
+        failed = [one for one in run.pending if failure is not None and one.micro_batch.index == failure.micro_batch]
+        first = failed[0] if failed else run.pending[0]
+        self.measure(first)
+        for pending in run.pending:
+            if pending is not first and not self._has_measured(pending):
+                self.measure(pending)
 
     def _note_place(self, error: BaseException, run: Run, failure: TaskFailure) -> None:
         """Note on an error of a run which micro-batch and layer it is of, and where the program called it."""
@@ -948,7 +960,9 @@ _BEFORE_BOUNDARY: dict[StepEvent, tuple[Transition, ...]] = {
     ),
     StepEvent.EVALUATE: (
         Transition(
-            Step.run_due_forwards, None, "Run the forward passes that wait, in their order, if forward changes buffers."
+            Step.run_forwards_before_evaluation,
+            None,
+            "Run the forward passes that wait, in their order, if forward changes buffers, or may do so now.",
         ),
     ),
     StepEvent.CALLER_FAILED: (

@@ -7,6 +7,8 @@ rounding.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -23,20 +25,40 @@ GROUP, ROWS, WIDTH = 4, 4, 16
 Batch = dict[str, Any]
 
 
+@dataclass
+class Settings:
+    centres: bool = False
+
+
 class Centring(nn.Linear):
-    """Its rows look at each other if it is told so, by an argument or an attribute, or in evaluation mode."""
+    """Its rows look at each other if it is told so, by an argument, an attribute or a setting, or in evaluation mode."""
 
     centres = False
 
+    def __init__(self, config: Settings) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.config = config
+        self.switches = {"centres": False}
+
     def forward(self, x: Tensor, centre: bool) -> Tensor:
         hidden = torch.tanh(super().forward(x))
-        return hidden - hidden.mean(0) if centre or self.centres or not self.training else hidden
+        centre = centre or self.centres or self.config.centres or self.switches["centres"]
+        return hidden - hidden.mean(0) if centre or not self.training else hidden
+
+    def set_centres(self, where: str, centre: bool) -> None:
+        if where == "an attribute":
+            self.centres = centre
+        elif where == "its configuration":
+            self.config.centres = centre
+        elif where == "a dictionary":
+            self.switches["centres"] = centre
 
 
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Centring(WIDTH, WIDTH) for _ in range(3))
+        config = Settings()
+        self.layers = nn.ModuleList(Centring(config) for _ in range(3))
 
     def forward(self, x: Tensor, y: Tensor, centre: bool = False) -> Tensor:
         for layer in self.layers:
@@ -60,7 +82,7 @@ def make_sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.5)
 
 
-@pytest.mark.parametrize("flag", ["an argument", "an attribute"])
+@pytest.mark.parametrize("flag", ["an argument", "an attribute", "its configuration", "a dictionary"])
 @pytest.mark.parametrize("rows", [1, GROUP * ROWS], ids=["in slices", "joined"])
 def test_rows_that_a_flag_lets_look_at_each_other_run_together(rows: int, flag: str) -> None:
     torch.manual_seed(0)
@@ -71,7 +93,7 @@ def test_rows_that_a_flag_lets_look_at_each_other_run_together(rows: int, flag: 
         for centre in (False, True, False):
             group = batches(centre=centre and flag == "an argument")
             for layer in (*model.layers, *plain.layers):
-                layer.centres = centre and flag == "an attribute"
+                layer.set_centres(flag, centre)
             optimizer.zero_grad()
             loss = torch.stack([plain(**batch) for batch in group]).mean()
             loss.backward()
@@ -79,6 +101,91 @@ def test_rows_that_a_flag_lets_look_at_each_other_run_together(rows: int, flag: 
             assert engine.train_batch(iter(group)).item() == pytest.approx(loss.item(), rel=1e-6)
     for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-6)
+
+
+class Mixing(nn.Module):
+    """A part of a layer whose rows look at each other, by as much as a number says."""
+
+    def __init__(self, strength: float) -> None:
+        super().__init__()
+        self.strength = strength
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.strength * x.flip(0) if self.strength else x
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.mixing = nn.Linear(WIDTH, WIDTH), Mixing(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mixing(torch.tanh(self.linear(x)))
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return (x - y).square().mean()
+
+
+def mix_rows(module: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> Tensor:
+    return output + output.flip(0)
+
+
+def replace_forward(layer: Any) -> None:
+    own = layer.forward
+    layer.forward = lambda x: own(x) + x.flip(0)
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "a number that was zero": lambda layer: setattr(layer.mixing, "strength", 0.5),
+    "another submodule": lambda layer: setattr(layer, "mixing", Mixing(0.5)),
+    "a hook inside a layer": lambda layer: layer.linear.register_forward_hook(mix_rows),
+    "another forward": replace_forward,
+    "another forward inside a layer": lambda layer: replace_forward(layer.linear),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("rows", [1, GROUP * ROWS], ids=["in slices", "joined"])
+def test_rows_that_look_at_each_other_after_a_change_of_the_model_run_together(
+    rows: int, change: Callable[[Any], object]
+) -> None:
+    torch.manual_seed(0)
+    model, group = Blocks(), batches()
+    plain = copy.deepcopy(model)
+    optimizer = make_sgd(plain.parameters())
+    with engine_for(model, make_sgd, config_of(GROUP, harmony={"micro_batch": rows})) as engine:
+        for step in range(3):
+            if step == 1:
+                for one in (model, plain):
+                    change(one.layers[1])
+            optimizer.zero_grad()
+            loss = torch.stack([plain(**batch) for batch in group]).mean()
+            loss.backward()
+            optimizer.step()
+            assert engine.train_batch(iter(group)).item() == pytest.approx(loss.item(), rel=1e-6)
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-6)
+
+
+def test_what_a_flag_needs_is_measured_in_every_size(measured: list[Sample]) -> None:
+    model, flags = Counting(), {"logs": True}
+    long, short = batches(), [{key: value[:2] for key, value in batch.items()} for batch in batches()]
+    with engine_for(model, make_sgd, config_of(GROUP)) as engine:
+        for group in (long, [batch | flags for batch in short], [batch | flags for batch in long], long):
+            engine.train_batch(iter(group))
+    assert [(len(one.inputs[1]["x"]), "logs" in one.inputs[1]) for one in measured] == [
+        (4, False),
+        (2, True),
+        (4, True),
+    ]
 
 
 @pytest.fixture
@@ -111,13 +218,13 @@ def test_rows_that_look_at_each_other_in_evaluation_mode_run_together(measured: 
 def test_flags_and_numbers_that_change_from_call_to_call_are_measured_once_each(
     rows: int | str, measured: list[Sample]
 ) -> None:
-    """A flag may change what a model does, a number (of the step, say) hardly does."""
+    """A flag may change what a model does, and zero, a number (of the step, say) hardly does."""
     model = Counting()
     with engine_for(model, make_sgd, config_of(GROUP, harmony={"micro_batch": rows})) as engine:
         for step in range(6):
             group = [{**batch, "step": step, "logs": step % 2 == 0} for batch in batches()]
             engine.train_batch(iter(group))
-        assert len(measured) == 2
+        assert len(measured) == 3  # step 0, and with and without a log afterwards
         assert engine.plan is not None
         assert engine.plan.policy.joined_count == (GROUP if rows == GROUP * ROWS else 1)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -93,6 +95,124 @@ def forward_patched(side: Side) -> Found:
         return x + block.linear(x)
 
     return changed_between_steps(side, model, lambda: setattr(block, "forward", forward), steps=2)
+
+
+@case()
+def forward_of_a_class_patched(side: Side) -> Found:
+    """`Block.forward` is replaced by another function between two steps, for all blocks."""
+    patched = type("Patched", (Block,), {})
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return x + self.linear(x)
+
+    return changed_between_steps(side, Net(patched), lambda: setattr(patched, "forward", forward), steps=2)
+
+
+@case()
+def statistics_updated_within_a_step(side: Side) -> Found:
+    """BatchNorm is frozen (eval) but for one pass under no_grad within a group, which updates its statistics."""
+    model = Net(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh()))
+    norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm1d)]
+
+    def freeze() -> None:
+        for norm in norms:
+            norm.eval()
+
+    freeze()
+    engine = side.initialize(model, sgd(model))
+    for i, (x, y) in enumerate(batches(3 * side.accumulation)):
+        loss = engine(x, y)
+        engine.backward(loss)
+        engine.step()
+        if i == side.accumulation + 1:
+            model.train()
+            with torch.no_grad():
+                engine(2 * x, y)
+            freeze()
+    return weights(model)
+
+
+@case()
+def dropout_exchanged_and_a_call_in_eval_mode(side: Side) -> Found:
+    """A block gets another dropout between two steps; then one micro-batch of a group is called in eval mode."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    train(engine, batches(side.accumulation))
+    model.blocks[1].dropout = nn.Dropout(0.5)
+    for i, (x, y) in enumerate(batches(2 * side.accumulation, seed=2)):
+        model.train(i % 4 != 2)
+        loss = engine(x, y)
+        model.train()
+        engine.backward(loss)
+        engine.step()
+    return weights(model)
+
+
+class Averaging(Block):
+    """Subtracts a running mean, if it has a buffer for one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        if "mean" not in self._buffers:
+            return x
+        self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return x - self.mean
+
+
+@case()
+def buffer_registered_between_steps(side: Side) -> Found:
+    """A block gets a buffer between two steps, which its forward changes and reads from then on."""
+    model = Net(Averaging)
+    return changed_between_steps(
+        side, model, partial(model.blocks[1].register_buffer, "mean", torch.zeros(WIDTH)), steps=2
+    )
+
+
+class Configured(Block):
+    """Reads settings that it shares with others."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x - x.mean(0) if self.config.centres else self.config.scale * x
+
+
+@case()
+def configuration_changed_between_steps(side: Side) -> Found:
+    """Entries of `model.config` are changed between two steps."""
+    config = SimpleNamespace(centres=False, scale=1.0)
+    model = Net(lambda: Configured(config))
+    model.config = config
+    return changed_between_steps(side, model, lambda: vars(config).update(centres=True), steps=2)
+
+
+@case()
+def configuration_changed_within_a_step(side: Side) -> Found:
+    """`model.config.scale` is another number for each micro-batch."""
+    config = SimpleNamespace(centres=False, scale=1.0)
+
+    def loss(engine: Any, x: Tensor, labels: Tensor) -> Tensor:
+        config.scale = 1.0 + engine.micro_steps % side.accumulation
+        return engine(x, labels)
+
+    return trained(side, Net(lambda: Configured(config)), adamw, loss)
+
+
+@case()
+def dtype_of_outputs_under_another_autocast(side: Side) -> Found:
+    """The loop asks for the dtype of logits, which is another one in steps under autocast."""
+    model = Net()
+    engine = side.initialize(model, adamw(model))
+    for i, (x, y) in enumerate(batches(3 * side.accumulation)):
+        with torch.autocast("cpu", torch.bfloat16, enabled=i // side.accumulation == 1):
+            logits = engine(x)
+        loss = F.cross_entropy(logits if logits.dtype == torch.float32 else 2 * logits.float(), y)
+        engine.backward(loss)
+        engine.step()
+    return weights(model)
 
 
 def redirected(engine: Any, model: nn.Module, method: Callable[..., Any], *args: Any) -> Any:

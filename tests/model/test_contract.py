@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ class Model(nn.Module):
         super().__init__()
         self.layer, self.norm = nn.Linear(2, 2), nn.BatchNorm1d(2)
         self.scale, self.mask = 1.0, torch.ones(2)
+        self.config = SimpleNamespace(scale=1.0)
+        self.scaling, self.results = {"default": 1.0}, [0.5]
 
 
 CHANGES: dict[str, Callable[[Model], object]] = {
@@ -32,6 +35,10 @@ CHANGES: dict[str, Callable[[Model], object]] = {
     "another submodule": lambda m: setattr(m, "layer", nn.Linear(2, 2)),
     "one submodule more": lambda m: setattr(m, "more", nn.Linear(2, 2)),
     "a wrapper around forward": lambda m: setattr(m, "_old_forward", m.forward),
+    "an entry of a configuration": lambda m: setattr(m.config, "scale", 2.0),
+    "another configuration": lambda m: setattr(m, "config", SimpleNamespace(scale=2.0)),
+    "an element of a dictionary": lambda m: m.scaling.update(default=2.0),
+    "an element of a list": lambda m: m.results.__setitem__(0, 1.0),
 }
 
 
@@ -48,6 +55,23 @@ def test_a_change_between_two_calls_is_found(change: Callable[[Model], object]) 
     assert now.attributes is not before.attributes
     assert contract.read_state().attributes is now.attributes
     contract.check([now])
+
+
+@pytest.mark.parametrize("collect", [lambda m: m.results.append(1.0), lambda m: m.results.append(torch.ones(2))])
+def test_a_list_may_collect_results_between_two_calls(collect: Callable[[Model], object]) -> None:
+    model = Model()
+    contract = Contract(model)
+    before = contract.read_state()
+    collect(model)
+    contract.check([before])
+
+
+def test_measuring_leaves_configurations_as_they_were() -> None:
+    model = Model()
+    contract = Contract(model)
+    with contract.reverting():
+        model.config.scale, model.config.problem_type = 2.0, "regression"
+    assert vars(model.config) == {"scale": 1.0}
 
 
 @pytest.mark.parametrize("change", [lambda m: m.eval(), lambda m: m.layer.weight.requires_grad_(False)])
