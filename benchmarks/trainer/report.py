@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 
 from benchmarks.common import RESULTS, ROOT, quiet, write_results
@@ -16,29 +16,41 @@ BEGIN, END = "<!-- table: python -m benchmarks.{name}.run --write -->", "<!-- en
 
 
 def run_cases(about: str | None, name: str, cases: Iterable[Case]) -> None:
-    """Compare all cases, print a line for each and the tables; with --write, keep them."""
+    """Compare all cases, print a line for each and the tables; with --write, keep each as it comes."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--only", nargs="+", metavar="KIND", help="the cases of these kinds; --write keeps the other rows"
     )
     parser.add_argument("--write", action="store_true", help=f"write results/{name}.json and the table of {PAGE.name}")
+    text = f"keep the rows that results/{name}.json holds: those of a --write that was interrupted"
+    parser.add_argument("--resume", action="store_true", help=text)
     options = parser.parse_args()
     quiet()
-    kept = rows_of(name) if options.only else {}
-    rows = []
-    for case in cases:
-        if not options.only or case.kind in options.only:
-            rows.append(compare(case))
-            print(line(rows[-1]), flush=True)
-        elif (case.kind, case.name) in kept:
-            rows.append(kept[case.kind, case.name])
-    print(f"\n{tables(rows)}")
-    if options.write:
-        write_results(name, {"rows": [asdict(row) for row in rows]})
-        begin, end = BEGIN.format(name=name), END.format(name=name)
-        before, _, rest = PAGE.read_text(encoding="utf-8").partition(begin)
-        _, _, after = rest.partition(end)
-        PAGE.write_text("\n".join([before + begin, tables(rows), end + after]), encoding="utf-8")
+    every = list(cases)
+    rows = rows_of(name) if options.only or options.resume else {}
+    for case in every:
+        key = case.kind, case.name
+        if (options.only and case.kind not in options.only) or (options.resume and key in rows):
+            continue
+        rows[key] = compare(case)
+        print(line(rows[key]), flush=True)
+        if options.write:
+            write(name, in_order(rows, every))
+    print(f"\n{tables(in_order(rows, every))}")
+
+
+def in_order(rows: Mapping[tuple[str, str], Row], cases: Iterable[Case]) -> list[Row]:
+    """Return the rows that there are, in the order of the cases."""
+    return [rows[case.kind, case.name] for case in cases if (case.kind, case.name) in rows]
+
+
+def write(name: str, rows: Sequence[Row]) -> None:
+    """Write results/NAME.json, and the table of these rows into the page."""
+    write_results(name, {"rows": [asdict(row) for row in rows]})
+    begin, end = BEGIN.format(name=name), END.format(name=name)
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(begin)
+    _, _, after = rest.partition(end)
+    PAGE.write_text("\n".join([before + begin, tables(rows), end + after]), encoding="utf-8")
 
 
 def rows_of(name: str) -> dict[tuple[str, str], Row]:

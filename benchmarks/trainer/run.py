@@ -2,6 +2,7 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.trainer.run            # all: some minutes
     OMP_NUM_THREADS=1 python -m benchmarks.trainer.run --write    # and results/trainer.json, docs/huggingface.md
+    OMP_NUM_THREADS=1 python -m benchmarks.trainer.run --write --resume    # after an interruption
     OMP_NUM_THREADS=1 python -m benchmarks.trainer.run --only evaluation
 
 A Llama of three layers, in fp32 on the CPU, without dropout: Hugging Face's Trainer on plain PyTorch, and HarmonyTrainer in

@@ -2,6 +2,7 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.trl.run            # all: some minutes
     OMP_NUM_THREADS=1 python -m benchmarks.trl.run --write    # and results/trl.json, docs/huggingface.md
+    OMP_NUM_THREADS=1 python -m benchmarks.trl.run --write --resume    # after an interruption
     OMP_NUM_THREADS=1 python -m benchmarks.trl.run --only DPO KTO
 
 A Llama of three layers, in fp32 on the CPU, without dropout, in packs of one layer. "Equal": all weights, losses, norms and

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import sys
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -18,7 +19,7 @@ from harmony_ds.bench.workload import Workload
 from harmony_ds.checkpoint.folders import replace_text
 from harmony_ds.errors import ConfigError
 
-_PACKAGES = ("harmony_ds", "torch", "deepspeed", "transformers")
+_PACKAGES = ("harmony_ds", "torch", "deepspeed", "transformers", "accelerate", "peft", "trl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +122,7 @@ def environment(device: str) -> dict[str, Any]:
         "command": command_line(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
-        "versions": {name: getattr(sys.modules.get(name), "__version__", None) for name in _PACKAGES},
+        "versions": {name: sys.modules[name].__version__ for name in _PACKAGES if name in sys.modules},
         "cpu": cpu_model(),
         "cores": os.cpu_count(),
         "host_memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
@@ -139,10 +140,13 @@ def environment(device: str) -> dict[str, Any]:
 
 
 def command_line() -> str:
-    """Return the command line of `harmony-ds`, or of the script that calls it."""
-    script = Path(sys.argv[0])
-    program = f"python {script.name}" if script.suffix == ".py" and script.stem != "__main__" else "harmony-ds"
-    return " ".join([program, *sys.argv[1:]])
+    """Return the command line of this process: of `harmony-ds`, or of the module or script that runs."""
+    module, script = sys.modules["__main__"].__spec__, Path(sys.argv[0])
+    if module is not None:
+        program = ["python", "-m", module.name.removesuffix(".__main__")]
+    else:
+        program = ["python", script.name] if script.suffix == ".py" else [script.name]
+    return shlex.join([*program, *sys.argv[1:]])
 
 
 def cpu_model() -> str:
