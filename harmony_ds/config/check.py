@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from harmony_ds.config.harmony import HARMONY_KEYS, HarmonySettings, help_of
-from harmony_ds.config.hints import still_automatic, unknown_key
+from harmony_ds.config.hints import all_at_once, refuse_files_of_accelerate, still_automatic, unknown_keys
 from harmony_ds.config.keys import RULES, rule_of
 from harmony_ds.config.read import value_at
 from harmony_ds.errors import ConfigError
@@ -32,6 +33,7 @@ class Checked:
         unknown: paths of keys that neither DeepSpeed nor harmony_ds has.
         used: paths of all others.
         automatic: paths of keys that still say "auto", and must not.
+        refused: what is wrong with keys that are refused, for people.
     """
 
     model: Any = None
@@ -41,6 +43,7 @@ class Checked:
     unknown: list[str] = field(default_factory=list)
     used: list[str] = field(default_factory=list)
     automatic: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
 
     @property
     def without_meaning(self) -> tuple[str, ...]:
@@ -57,23 +60,25 @@ def check(raw: Mapping[str, Any]) -> Checked:
     """Check every key of `raw`.
 
     Raises:
-        ConfigError: a key is unknown or refused, or does not take its value.
+        ConfigError: keys are unknown or refused, or do not take their values: all of them are named.
     """
     ds_config = ds_config_type()
     checked = Checked()
     if isinstance(raw.get("zero_optimization"), bool):  # a deprecated form
         raw = {**raw, "zero_optimization": {"stage": int(raw["zero_optimization"])}}
     checked.known = _known_part(raw, ds_config, "", checked)
+    refuse_files_of_accelerate(checked.unknown)
     lenient = value_at(raw, "harmony.unknown_keys") == "warn"
-    for path in checked.unknown:
-        if not lenient or path.startswith("harmony."):
-            raise ConfigError(unknown_key(path, checked.unknown, (*RULES, *paths_of(ds_config))))
+    not_let_pass = [path for path in checked.unknown if not lenient or path.startswith("harmony.")]
+    wrong = [*checked.refused, *unknown_keys(not_let_pass, (*RULES, *paths_of(ds_config)))]
     if checked.automatic:
-        raise ConfigError(still_automatic(checked.automatic))
+        wrong.append(still_automatic(checked.automatic))
     try:
         checked.model = model = ds_config(**checked.known)
     except ValidationError as error:
-        raise _config_error(error, raw, set(".".join(paths_of(ds_config)).split("."))) from None
+        wrong += _wrong_values(error, raw, set(".".join(paths_of(ds_config)).split(".")))
+    if wrong:
+        raise ConfigError(all_at_once(wrong))
     model.bf16 = model.bf16 or model.bfloat16
     checked.values = dict(_flat(model.model_dump()))
     checked.known.pop("harmony", None)
@@ -131,7 +136,7 @@ def _known_part(block: Mapping[str, Any], model: Any, prefix: str, checked: Chec
         rule = rule_of(path)
         if rule is not None and rule.effect == "refused":
             if rule.refuses(value):
-                raise ConfigError(f'"{path}": {rule.note}.')
+                checked.refused.append(f'"{path}": {rule.note}.')
             continue
         if name not in fields:
             checked.unknown.append(path)
@@ -171,20 +176,33 @@ def _flat(block: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 _BETTER = {"2, 3 or 3": "2 or 3", "a valid dictionary": "an object", "a dictionary": "an object", "valid tuple": "list"}
 
 
-def _config_error(error: ValidationError, raw: Mapping[str, Any], names: set[str]) -> ConfigError:
-    """Return pydantic's first error as ours: the key, what it takes, what was given. `names` are those of keys."""
-    first, *others = error.errors()
+def _wrong_values(error: ValidationError, raw: Mapping[str, Any], names: set[str]) -> list[str]:
+    """Return pydantic's errors as ours, one for each key. `names` are those of keys."""
+    by_key: dict[str, list[ErrorDetails]] = {}
+    for one in error.errors():
+        is_deepspeeds = one["type"] in ("assertion_error", "value_error")
+        path = "" if is_deepspeeds else ".".join(n for n in one["loc"] if isinstance(n, str) and n in names)
+        by_key.setdefault(path or one["msg"], []).append(one)
+    return [_wrong_value(key, several, raw) for key, several in by_key.items()]
+
+
+def _wrong_value(path: str, errors: Sequence[ErrorDetails], raw: Mapping[str, Any]) -> str:
+    """Return what is wrong with the value at `path`: the key, what it takes, what was given.
+
+    Args:
+        errors: pydantic's, of one key; several: it takes values of several types.
+    """
+    first = errors[0]
     if first["type"] in ("assertion_error", "value_error"):  # DeepSpeed's own words
-        return ConfigError(first["msg"].partition(", ")[2])
-    path = ".".join(one for one in first["loc"] if isinstance(one, str) and one in names)
+        return first["msg"].partition(", ")[2]
     given = value_at(raw, path)
     takes, hint = first["msg"].partition(" or instance")[0].partition(" or an instance")[0], ""
     for theirs, better in _BETTER.items():
         takes = takes.replace(theirs, better)
     if path.startswith("harmony."):
         hint = f" {help_of(path.removeprefix('harmony.'))}"
-        if any(other["loc"][:2] == first["loc"][:2] for other in others):  # of several types, which the help lists
-            return ConfigError(f'"{path}" cannot be {given!r}.{hint}')
+        if any(other["loc"][:2] == first["loc"][:2] for other in errors[1:]):  # of several types, which the help lists
+            return f'"{path}" cannot be {given!r}.{hint}'
     elif path.startswith(("optimizer", "scheduler")):
         hint = ' Write {"type": "AdamW", "params": {...}}, for example.'
-    return ConfigError(f'"{path}": {takes}, not {given!r}.{hint}')
+    return f'"{path}": {takes}, not {given!r}.{hint}'

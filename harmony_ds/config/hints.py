@@ -45,14 +45,36 @@ def still_automatic(paths: Sequence[str]) -> str:
     )
 
 
-def unknown_key(path: str, unknown: Sequence[str], known: Iterable[str]) -> str:
-    """Return an error about the key at `path`, one of `unknown`, where the keys at `known` are."""
+def all_at_once(faults: Sequence[str]) -> str:
+    """Return one error of the faults of a ds_config."""
+    if len(faults) == 1:
+        return faults[0]
+    numbered = " ".join(f"({number}) {fault}" for number, fault in enumerate(faults, 1))
+    return f"the ds_config has {len(faults)} faults: {numbered}"
+
+
+def refuse_files_of_accelerate(unknown: Iterable[str]) -> None:
+    """Raise ConfigError if one of the `unknown` keys is of accelerate's own file."""
     theirs = sorted(_OF_ACCELERATE.intersection(unknown))
     if theirs:
-        return (
+        raise ConfigError(
             f'this is accelerate\'s file, not a ds_config: it says "{theirs[0]}". Give it to `accelerate launch '
             "--config_file`; its deepspeed_config_file names a ds_config."
         )
+
+
+def unknown_keys(unknown: Sequence[str], known: Sequence[str]) -> list[str]:
+    """Return an error about the key at each path of `unknown`, where the keys at `known` are; how to let them pass stands
+    in the last one for which there is a way.
+    """
+    faults = [_unknown_key(path, known) for path in unknown]
+    outside = [place for place, path in enumerate(unknown) if not path.startswith("harmony.")]
+    if outside:
+        faults[outside[-1]] += ' ("harmony": {"unknown_keys": "warn"} lets such keys pass.)'
+    return faults
+
+
+def _unknown_key(path: str, known: Iterable[str]) -> str:
     block, _, name = path.rpartition(".")
     prefix = f"{block}." if block else ""
     there = {one.removeprefix(prefix).split(".")[0] for one in known if one.startswith(prefix)}
@@ -61,8 +83,7 @@ def unknown_key(path: str, unknown: Sequence[str], known: Iterable[str]) -> str:
         elsewhere = {one.rpartition(".")[2]: one for one in (*known, *_IN_PARAMS) if "." in one}
         near = elsewhere.get(_ELSEWHERE.get(name.lower(), name.lower()))
     hint = f'Did you mean "{near}"?' if near else f"Known keys: {', '.join(sorted(there))}."
-    pardon = "" if block == "harmony" else ' ("harmony": {"unknown_keys": "warn"} lets such keys pass.)'
-    return f'unknown key "{name}" in {block or "the ds_config"}. {hint}{pardon}'
+    return f'unknown key "{name}" in {block or "the ds_config"}. {hint}'
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
@@ -81,20 +102,30 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def check_params(path: str, taker: Callable[..., Any], params: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a name in `params`, the block at `path`, that `taker` has no parameter for."""
+    """Raise ConfigError for names in `params`, the block at `path`, that `taker` has no parameters for."""
     takes = [one for one in inspect.signature(taker).parameters.values() if one.name != "self"][1:]
     names = {one.name for one in takes if one.kind is not one.VAR_KEYWORD}
-    for name in params:
-        if name not in names and len(names) == len(takes):
-            raise ConfigError(f'"{path}" does not take "{name}". {did_you_mean(name, names)}')
+    if len(names) < len(takes):
+        return
+    unknown = [name for name in params if name not in names]
+    if unknown:
+        raise ConfigError(
+            all_at_once([f'"{path}" does not take "{name}". {did_you_mean(name, names)}' for name in unknown])
+        )
 
 
 def refuse_text_numbers(path: str, params: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a number in quotes in the block at `path`: optimizers and schedulers calculate with it."""
-    for name, value in params.items():
-        for one in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(one, str) and _NUMBER.fullmatch(one):
-                raise ConfigError(
-                    f'"{path}.{name}" is the text {one!r}: write the number {one}, without quotation marks (YAML takes '
-                    "1e-4 for text, and 1.0e-4 for a number)."
-                )
+    """Raise ConfigError for numbers in quotes in the block at `path`: optimizers and schedulers calculate with them."""
+    texts = [
+        (name, one)
+        for name, value in params.items()
+        for one in (value if isinstance(value, (list, tuple)) else (value,))
+        if isinstance(one, str) and _NUMBER.fullmatch(one)
+    ]
+    if texts:
+        faults = [
+            f'"{path}.{name}" is the text {one!r}: write the number {one}, without quotation marks (YAML takes 1e-4 for '
+            "text, and 1.0e-4 for a number)."
+            for name, one in texts
+        ]
+        raise ConfigError(all_at_once(faults))

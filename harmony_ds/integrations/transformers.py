@@ -39,9 +39,10 @@ from transformers.trainer import _is_peft_model
 from transformers.training_args import OptimizerNames
 
 from harmony_ds.config import dtype_of_checkpoint, trained_dtypes
+from harmony_ds.config.check import MICRO_BATCH
 from harmony_ds.config.read import read_config
 from harmony_ds.engine import HarmonyEngine, initialize
-from harmony_ds.errors import UnsupportedError, UsageError
+from harmony_ds.errors import DoesNotFitError, UnsupportedError, UsageError
 from harmony_ds.model.patching import Item, patched
 
 _logger = logging.getLogger(__name__)
@@ -57,6 +58,16 @@ _STEPS_IN_BACKWARD = (
     OptimizerNames.APOLLO_ADAMW_LAYERWISE,
 )
 """Optimizers that update a weight while the Trainer's own backward pass runs, which the engine's replaces."""
+
+
+@contextmanager
+def _naming_batch_size(name: str) -> Iterator[None]:
+    """Call the size of a micro-batch as the TrainingArguments do in an error that asks for a smaller one."""
+    try:
+        yield
+    except DoesNotFitError as error:
+        error.args = (str(error).replace(MICRO_BATCH, name),)
+        raise
 
 
 class _GradientState(GradientState):  # type: ignore[misc]
@@ -210,7 +221,8 @@ class HarmonyMixin(Trainer):  # type: ignore[misc]
         if self.harmony_engine is None:
             self._destroy_engines_of_others()
             config = self._filled_config()
-            self.harmony_engine, made, _, _ = initialize(model=self.model, optimizer=self.optimizer, config=config)
+            with _naming_batch_size("per_device_train_batch_size"):
+                self.harmony_engine, made, _, _ = initialize(model=self.model, optimizer=self.optimizer, config=config)
             self.optimizer = _TrainerOptimizer(made, self._take_step)
             self.optimizer._is_accelerate_prepared = True
             self.accelerator._optimizers.append(self.optimizer)
@@ -342,7 +354,7 @@ class HarmonyMixin(Trainer):  # type: ignore[misc]
 
         self._step_waits = self._ends_step and self._shows_gradients()
         boundary = self._ends_step and not self._step_waits
-        with self._running_together():
+        with self._running_together(), _naming_batch_size("per_device_train_batch_size"):
             self._engine.train_group([*enumerate(group)], loss_of, self._without_traces, boundary=boundary)
         return [returned[index] for index in range(len(group))]
 
@@ -461,11 +473,12 @@ class HarmonyMixin(Trainer):  # type: ignore[misc]
 
     def prediction_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Predict as the Trainer does, the weights streamed layer by layer."""
-        if self.harmony_engine is None:
-            config = {k: v for k, v in self._filled_config().items() if k not in ("optimizer", "scheduler")}
-            self.harmony_engine, _, _, _ = initialize(model=self.model, config=config)
-        with self._engine.streaming():
-            return super().prediction_step(model, *args, **kwargs)
+        with _naming_batch_size("per_device_eval_batch_size"):
+            if self.harmony_engine is None:
+                config = {k: v for k, v in self._filled_config().items() if k not in ("optimizer", "scheduler")}
+                self.harmony_engine, _, _, _ = initialize(model=self.model, config=config)
+            with self._engine.streaming():
+                return super().prediction_step(model, *args, **kwargs)
 
     # ---- checkpoints
 

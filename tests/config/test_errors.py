@@ -223,6 +223,43 @@ def test_a_malformed_config_is_an_error_that_names_the_key(more: dict[Any, Any],
         load_config({**MICRO, **more})
 
 
+SEVERAL: list[tuple[dict[str, Any], list[str]]] = [
+    (
+        {"optimiser": OPTIMIZER, "fp16": {"enable": True}},
+        [
+            '(1) unknown key "optimiser"',
+            'optimizer"? (2) unknown key "enable" in fp16. Did you mean "enabled"? ("harmony"',
+        ],
+    ),
+    (
+        {"gradient_clipping": "one", "steps_per_print": "often", "harmony": {"stash": "disk", "micro_batch": 0}},
+        ["4 faults", '"gradient_clipping": Input', '"steps_per_print": Input', '"harmony.stash": Input', "cannot be 0"],
+    ),
+    (
+        {
+            "qqqqq": 1,
+            "amp": {"enabled": True},
+            "fp16": {"enabled": "auto"},
+            "gradient_clipping": -1,
+            "elasticity": True,
+        },
+        ["5 faults", '"amp": Apex', '"elasticity": ', '"qqqqq"', '"fp16.enabled" still says "auto"', "or equal to 0"],
+    ),
+    (
+        {"optimizer": {"type": "AdamW", "params": {"lr": "1e-4", "betas": ["0.9", "0.99"]}}},
+        ["3 faults", "(1) \"optimizer.params.lr\" is the text '1e-4'", "the text '0.9'", "the text '0.99'"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("more", "messages"), SEVERAL, ids=lambda value: str(value)[:60])
+def test_everything_that_is_wrong_with_a_config_is_said_at_once(more: dict[str, Any], messages: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config({**MICRO, **more})
+    for message in messages:
+        assert message in str(caught.value)
+
+
 @pytest.mark.parametrize(
     "more",
     [
@@ -305,6 +342,7 @@ def test_an_argument_that_is_no_config_is_named() -> None:
     [
         (adamw(learning_rate=0.1), '"optimizer.params" does not take "learning_rate". Did you mean "lr"'),
         ({"optimizer": {"type": "SGD", "params": {"momentun": 0.1}}}, '"momentun". Did you mean "momentum"'),
+        (adamw(ep=1e-8, beta=(0.9, 0.99)), r'2 faults: \(1\) .* "ep". Did you mean "eps"\? \(2\) .* "beta"'),
         ({"optimizer": {"type": "AdmW"}}, "AdmW is not a supported DeepSpeed Optimizer, did you mean AdamW"),
         ({**adamw(), "scheduler": {"type": "WarmupLr"}}, "scheduler WarmupLr. Did you mean WarmupLR"),
         (

@@ -13,7 +13,20 @@ from torch import nn
 import harmony_ds
 from harmony_ds import BatchError, DoesNotFitError, HarmonyEngine, ModelError, UnsupportedError
 from harmony_ds.device import CpuDevice, DeviceGroup
-from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, sgd, train_groups, weights_of
+from tests.engine.drive import (
+    adamw,
+    config_of,
+    engine_for,
+    family,
+    groups_of,
+    loop_plainly,
+    loop_with,
+    random_rows,
+    sgd,
+    squares,
+    train_groups,
+    weights_of,
+)
 from tests.oracle import assert_same
 
 pytestmark = pytest.mark.fixed_times
@@ -68,6 +81,47 @@ def test_a_trained_parameter_that_shares_memory_would_be_trained_apart() -> None
     buffered.register_buffer("kept", memory[2])
     with pytest.raises(ModelError, match=r"weight and kept share memory"):
         harmony_ds.initialize(model=buffered, config=config_of(1))
+
+
+class Filter(nn.Module):
+    """A filter of frequencies: a complex parameter, or its real and imaginary parts."""
+
+    def __init__(self, is_complex: bool) -> None:
+        super().__init__()
+        parts = random_rows(1, 5, 2)
+        self.weight = nn.Parameter(torch.view_as_complex(parts) if is_complex else parts)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight if self.weight.is_complex() else torch.view_as_complex(self.weight)
+        return torch.fft.irfft(torch.fft.rfft(x) * weight, n=x.shape[-1])
+
+
+def filtering(is_complex: bool) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), Filter(is_complex), nn.Linear(8, 8))
+
+
+def test_a_complex_parameter_is_refused_and_both_ways_out_train_as_plain_pytorch_does() -> None:
+    batches = [random_rows(seed, 2, 8) for seed in range(4)]
+    plain = filtering(is_complex=True)
+    said = r"1\.weight is of torch\.complex64, .* Train real and imaginary parts \(torch\.view_as_real\).* or freeze it"
+    with pytest.raises(ModelError, match=said):
+        harmony_ds.initialize(model=plain, config=config_of(2))
+
+    of_parts = filtering(is_complex=False)
+    loop_plainly(plain, batches, 2, squares)
+    with engine_for(of_parts, sgd, config_of(2, None, {"pack_layers": 1})) as engine:
+        loop_with(engine, batches, squares)
+    assert torch.equal(torch.view_as_complex(of_parts[1].weight), plain[1].weight)
+    assert not torch.equal(plain[1].weight, filtering(is_complex=True)[1].weight)
+
+    frozen, expected = filtering(is_complex=True), filtering(is_complex=True)
+    for model in (frozen, expected):
+        model[1].weight.requires_grad_(False)
+    loop_plainly(expected, batches, 2, squares)
+    with engine_for(frozen, sgd, config_of(2, None, {"pack_layers": 1})) as engine:
+        loop_with(engine, batches, squares)
+    assert_same(frozen, expected, bitwise=True)
 
 
 def test_a_budget_too_small_is_an_error_with_both_numbers_before_any_update() -> None:
