@@ -61,12 +61,12 @@ _STEPS_IN_BACKWARD = (
 
 
 @contextmanager
-def _naming_batch_size(name: str) -> Iterator[None]:
-    """Call the size of a micro-batch as the TrainingArguments do in an error that asks for a smaller one."""
+def _in_words_of_arguments() -> Iterator[None]:
+    """Name the size of a micro-batch as the TrainingArguments do in an error that asks for a smaller one."""
     try:
         yield
     except DoesNotFitError as error:
-        error.args = (str(error).replace(MICRO_BATCH, name),)
+        error.args = (str(error).replace(MICRO_BATCH, "per_device_train_batch_size"),)
         raise
 
 
@@ -221,8 +221,7 @@ class HarmonyMixin(Trainer):  # type: ignore[misc]
         if self.harmony_engine is None:
             self._destroy_engines_of_others()
             config = self._filled_config()
-            with _naming_batch_size("per_device_train_batch_size"):
-                self.harmony_engine, made, _, _ = initialize(model=self.model, optimizer=self.optimizer, config=config)
+            self.harmony_engine, made, _, _ = initialize(model=self.model, optimizer=self.optimizer, config=config)
             self.optimizer = _TrainerOptimizer(made, self._take_step)
             self.optimizer._is_accelerate_prepared = True
             self.accelerator._optimizers.append(self.optimizer)
@@ -354,7 +353,7 @@ class HarmonyMixin(Trainer):  # type: ignore[misc]
 
         self._step_waits = self._ends_step and self._shows_gradients()
         boundary = self._ends_step and not self._step_waits
-        with self._running_together(), _naming_batch_size("per_device_train_batch_size"):
+        with self._running_together(), _in_words_of_arguments():
             self._engine.train_group([*enumerate(group)], loss_of, self._without_traces, boundary=boundary)
         return [returned[index] for index in range(len(group))]
 
@@ -473,12 +472,11 @@ class HarmonyMixin(Trainer):  # type: ignore[misc]
 
     def prediction_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Predict as the Trainer does, the weights streamed layer by layer."""
-        with _naming_batch_size("per_device_eval_batch_size"):
-            if self.harmony_engine is None:
-                config = {k: v for k, v in self._filled_config().items() if k not in ("optimizer", "scheduler")}
-                self.harmony_engine, _, _, _ = initialize(model=self.model, config=config)
-            with self._engine.streaming():
-                return super().prediction_step(model, *args, **kwargs)
+        if self.harmony_engine is None:
+            config = {k: v for k, v in self._filled_config().items() if k not in ("optimizer", "scheduler")}
+            self.harmony_engine, _, _, _ = initialize(model=self.model, config=config)
+        with self._engine.streaming():
+            return super().prediction_step(model, *args, **kwargs)
 
     # ---- checkpoints
 
