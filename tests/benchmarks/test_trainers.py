@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks import common
 from benchmarks.common import RESULTS
-from benchmarks.trainer import options
-from benchmarks.trainer.compare import Row, compare, difference_of_logs, largest_difference
+from benchmarks.trainer import options, report
+from benchmarks.trainer.compare import Case, Row, compare, difference_of_logs, largest_difference
 from benchmarks.trainer.report import BEGIN, END, PAGE, tables
 from benchmarks.trainer.tiny import llama
 
@@ -79,6 +81,38 @@ def test_logs_are_compared_to_the_bit_for_losses_and_to_rounding_for_metrics() -
     assert "reward of step 1" in difference_of_logs([entry], [{**entry, "reward": 2.1}])
     assert "reward of step 1" in difference_of_logs([entry], [{"loss": 1.0, "step": 1}])
     assert "2 entries" in difference_of_logs([entry, entry], [entry])
+
+
+def test_an_interrupted_comparison_goes_on_with_what_it_has_not_tried(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    page, cases = tmp_path / "page.md", [replace(OPTIONS["max_steps=5"], kind="", name=name) for name in "abc"]
+    page.write_text(f"before\n{BEGIN.format(name='some')}\n{END.format(name='some')}\nafter\n", encoding="utf-8")
+    monkeypatch.setattr(report, "PAGE", page)
+    for module in (report, common):
+        monkeypatch.setattr(module, "RESULTS", tmp_path)
+    outcomes: list[Row | BaseException] = [Row("", "a", steps=1), KeyboardInterrupt()]
+    tried: list[str] = []
+
+    def compare(case: Case) -> Row:
+        tried.append(case.name)
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr(report, "compare", compare)
+    monkeypatch.setattr("sys.argv", ["run", "--write"])
+    with pytest.raises(KeyboardInterrupt):
+        report.run_cases("", "some", cases)
+    outcomes += [Row("", "b", steps=2), Row("", "c", steps=3)]
+    monkeypatch.setattr("sys.argv", ["run", "--write", "--resume"])
+    report.run_cases("", "some", cases)
+
+    assert tried == ["a", "b", "b", "c"]
+    rows = json.loads((tmp_path / "some.json").read_text(encoding="utf-8"))["rows"]
+    assert [row["steps"] for row in rows] == [1, 2, 3]
+    assert tables([Row(**row) for row in rows]) in page.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", ["trainer", "trl"])
