@@ -737,6 +737,8 @@ class Step:
                     repetition = recovery.recover(error)
                 self._measure_again(run, repetition, executor.failure)
                 executor.failure = None  # the run is made again
+                for node in [node for pending in run.pending if not pending.has_run for node in pending.nodes]:
+                    node.value = None  # what the program still has of outputs: the run keeps it anew
         except BaseException as error:
             if executor.failure is not None:
                 self._note_place(error, run, executor.failure)

@@ -238,6 +238,97 @@ class LeftDisabledBySome(Stack):
         return y.mean()
 
 
+class ReferenceNotTrained(PolicyFirst):
+    """A policy whose reference is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.adapters["b"].requires_grad_(False)
+
+
+# ---- what forward does first in a later step than the one that was measured
+
+
+def late_inputs(index: int) -> Tensor:
+    """Inputs that begin with a large number in the middle of a step of four, and at the end of the next one."""
+    x = inputs(index)
+    if index in (5, 11):
+        x[0, 0] = 91.0 + index
+    return x
+
+
+class Later(Stack):
+    """Uses the other adapter for large numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x[0, 0] < 90:
+            return self.body(x).mean()
+        before = self.set_adapter("b", flags=False)
+        loss = self.body(x).mean()
+        self.set_adapter(before, flags=False)
+        return loss
+
+
+class LeftLater(Stack):
+    """The same, which the next micro-batch takes back."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.set_adapter("b" if x[0, 0] > 90 else "a", flags=False)
+        loss = self.body(x).mean()
+        self.is_late = bool(x[0, 0] > 90)
+        return loss
+
+
+class LeftAtTheEndLater(Stack):
+    """Leaves its layers, after their last calls, in a mode that the next forward pass takes back."""
+
+    above, left = 90, slice(None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            layer.disabled = False
+        loss = self.body(x).mean()
+        for layer in self.layers[self.left]:
+            layer.disabled = bool(x[0, 0] > self.above)
+        return loss
+
+
+class LeftByTheLast(LeftAtTheEndLater):
+    """The same of the first layer, in the last of the large micro-batches alone."""
+
+    above, left = 97, slice(1)
+
+
+class LeftAtTheEndOfTwo(LeftAtTheEndLater):
+    """The same with an adapter for each micro-batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.set_adapter("a" if x[0, 1] > 0.5 else "b", flags=False)
+        return super().forward(x)
+
+
+class CountingLater(Stack):
+    """The first layer counts the rows of its calls with large numbers."""
+
+    class CountingLayer(Adapted):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            if x[0, 0] > 90:
+                self.rows += len(x)
+            return super().forward(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0] = self.CountingLayer()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x).mean()
+
+
 def left_by(model: Stack) -> Tensor:
     """What a program may see of its settings, as numbers."""
     flags = [parameter.requires_grad for parameter in model.parameters()]
@@ -248,22 +339,49 @@ def left_by(model: Stack) -> Tensor:
     return torch.tensor([*flags, *(value for row in of_layers for value in row), *own, hasattr(model, "mode")]).float()
 
 
-def trained_by_train_batch(side: Side, *builds: Callable[[], Stack]) -> Found:
+def trained_by_train_batch(
+    side: Side, *builds: Callable[[], Stack], make: Callable[[int], Tensor] = inputs, steps: int = STEPS
+) -> Found:
     """Train one model after the other; return what they leave."""
     found: Found = {}
     for number, build in enumerate(builds):
         model = build().train()
         engine = side.initialize(model, torch.optim.SGD(model.parameters(), lr=0.5))
-        data = iter([(inputs(i),) for i in range(STEPS * side.accumulation)])
-        losses = torch.stack([engine.train_batch(data) for _ in range(STEPS)])
+        data = iter([(make(i),) for i in range(steps * side.accumulation)])
+        losses = torch.stack([engine.train_batch(data) for _ in range(steps)])
         found = {**found, **weights(model, f"{number} "), f"{number} losses": losses, f"{number} left": left_by(model)}
+    return found
+
+
+def trained_by_loop(
+    side: Side,
+    *builds: Callable[[], Stack],
+    make: Callable[[int], Tensor] = inputs,
+    steps: int = STEPS,
+    reads: bool = False,
+) -> Found:
+    """The same by the familiar loop, which may read each loss at once."""
+    found: Found = {}
+    for number, build in enumerate(builds):
+        model = build().train()
+        engine = side.initialize(model, torch.optim.SGD(model.parameters(), lr=0.5))
+        losses = []
+        for i in range(steps * side.accumulation):
+            loss = engine(make(i))
+            if reads:
+                loss.item()
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.detach())
+        found = {**found, **weights(model, f"{number} "), f"{number} losses": torch.stack(losses)}
+        found[f"{number} left"] = left_by(model)
     return found
 
 
 @case(*ALL)
 def adapter_of_a_reference_in_forward(side: Side) -> Found:
     """Forward switches to another adapter, or to none, for a reference under no_grad, after the policy or before it."""
-    return trained_by_train_batch(side, PolicyFirst, ReferenceFirst, Disabled)
+    return trained_by_train_batch(side, PolicyFirst, ReferenceFirst, ReferenceNotTrained, Disabled)
 
 
 @case(*ALL, pack_layers=2)
@@ -287,15 +405,19 @@ def modes_left_by_forward(side: Side) -> Found:
 @case(*ALL)
 def modes_left_by_forward_and_losses_read(side: Side) -> Found:
     """Forward leaves a mode, always or for some data, that its next call takes back; each loss is read at once."""
-    found: Found = {}
-    for number, build in enumerate((LeftDisabled, LeftDisabledBySome)):
-        model = build().train()
-        engine = side.initialize(model, torch.optim.SGD(model.parameters(), lr=0.5))
-        losses = []
-        for i in range(STEPS * side.accumulation):
-            loss = engine(inputs(i))
-            losses.append(loss.item())
-            engine.backward(loss)
-            engine.step()
-        found = {**found, **weights(model, f"{number} "), f"{number} losses": torch.tensor(losses)}
-    return found
+    return trained_by_loop(side, LeftDisabled, LeftDisabledBySome, reads=True)
+
+
+LATE = (Later, LeftLater, LeftAtTheEndLater, LeftByTheLast, LeftAtTheEndOfTwo, CountingLater)
+
+
+@case()
+def modes_first_set_in_a_later_step(side: Side) -> Found:
+    """Forward sets adapters, modes and counts for data that come after the first step; by train_batch."""
+    return trained_by_train_batch(side, *LATE, make=late_inputs, steps=4)
+
+
+@case(pack_layers=2)
+def modes_first_set_in_a_later_step_by_the_loop(side: Side) -> Found:
+    """The same by the familiar loop."""
+    return trained_by_loop(side, *LATE, make=late_inputs, steps=4)
