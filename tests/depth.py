@@ -70,13 +70,15 @@ RULES: dict[str, Rule] = {
     "tests/engine/test_exactness.py::test_three_steps_equal_plain_gradient_accumulation": each("one"),
     "tests/engine/test_failures.py::test_a_failed_step_changes_nothing": each("harmony"),
     "tests/engine/test_host_memory.py": none,
-    "tests/engine/test_joined.py::test_several_devices_train_as_one_does_bit_for_bit": each("name"),
-    "tests/engine/test_joined.py::test_weights_are_those_of_single_calls_to_rounding": each("name"),
-    "tests/engine/test_layer_tiles.py": every,
-    "tests/engine/test_layer_tiles.py::test_every_family_trains_as_in_plain_pytorch": every_tenth,
-    "tests/engine/test_own_settings.py::test_what_is_set_first_in_a_later_step_is_as_in_plain_training": each("build"),
+    "tests/engine/test_in_batch_negatives.py": none,
+    "tests/engine/test_in_batch_negatives.py::test_what_does_not_fit_whole_is_cut_by_default": one,
+    "tests/engine/test_in_batch_negatives.py::test_what_fits_whole_keeps_every_bit": one,
+    "tests/engine/test_joined.py::test_weights_are_those_of_single_calls_to_rounding": each("sizes"),
+    "tests/engine/test_layer_tiles.py::test_modules_whose_tokens_look_at_each_other_are_not_cut": every,
     "tests/engine/test_pipeline.py::test_every_family_trains_as_on_one_device": each("one"),
     "tests/engine/test_precision.py::test_a_parameter_after_the_last_layer_sums_in_fp32_when_losses_are_read": every,
+    "tests/engine/test_tiles_beside_slices.py": none,
+    "tests/engine/test_tiles_beside_slices.py::test_a_loss_runs_in_tiles_beside_slices": one,
     "tests/examples": none,
     "tests/integrations": one,
     "tests/offload": each_value,
@@ -111,6 +113,7 @@ SLOW = """
     benchmarks/test_paper.py::test_grouped_swaps_do_not_grow_and_those_of_each_alone_do
     benchmarks/test_search.py::test_a_comparison_is_never_better_than_all_plans
     model/test_compiling.py::test_compiled_by_inductor
+    checkpoint/test_deepspeed.py::test_a_universal_checkpoint_is_read_back
     checkpoint/test_deepspeed.py::test_every_stage_of_deepspeed_goes_on_from_harmony
     checkpoint/test_deepspeed.py::test_harmony_goes_on_from_deepspeed
     checkpoint/test_kill.py::test_a_save_that_is_killed_before_any_of_its_moments_loses_nothing
@@ -134,10 +137,18 @@ SLOW = """
     cli/test_commands.py::test_trace_takes_the_saved_plan_of_the_ds_config
     cli/test_commands.py::test_a_stash_that_fits_the_device_is_a_way_out_of_too_little_host_memory
     cli/test_commands.py::test_a_closed_pipe_ends_the_command_quietly
+    engine/test_joined.py::test_a_plan_of_joined_calls_runs_on_any_number_of_devices
+    engine/test_joined.py::test_longer_rows_that_have_no_room_together_run_in_smaller_calls
+    engine/test_joined.py::test_the_same_bits_each_time_and_after_a_resume
+    engine/test_layer_tiles.py::test_gradients_of_tiles_are_added_up_in_the_accumulation_dtype
+    engine/test_layer_tiles.py::test_the_same_tiles_give_the_same_bits_whatever_the_packs
+    engine/test_layer_tiles.py::test_tiles_of_head_and_layers_can_be_named_and_a_saved_plan_keeps_them
     engine/test_ledger.py::test_swaps_do_not_grow_with_the_number_of_micro_batches
     engine/test_lifetime.py::test_a_process_leaves_in_peace_without_destroy
     engine/test_lifetime.py::test_a_process_without_harmony_ds_reads_a_saved_model
     engine/test_lifetime.py::test_an_engine_that_waits_for_garbage_collection_does_not_hold_its_model
+    engine/test_long_context.py::test_an_adapter_on_the_head_is_a_part_of_it
+    engine/test_long_context.py::test_tiles_and_boundaries_on_the_host_train_where_neither_alone_fits
     engine/test_loop.py::test_another_way_through_the_model_beside_a_look_is_refused_by_name_and_training_goes_on
     engine/test_planning.py::test_a_kept_profile_is_used_again_and_a_foreign_one_replaced
     engine/test_planning.py::test_a_plan_found_with_memory_to_spare_for_residents_is_adopted_without_any
@@ -152,7 +163,10 @@ SLOW = """
     engine/test_slices.py::test_times_of_all_sizes_are_kept_in_the_profile
     engine/test_surface.py::test_one_process_needs_no_launcher_no_environment_and_no_mpi
     engine/test_switches.py::test_the_search_finds_a_plan_within_a_budget
+    integrations/test_launchers.py::test_a_trainer_takes_the_ds_config_of_accelerates_launcher_and_saves_its_model
     integrations/test_launchers.py::test_deepspeeds_launcher_of_several_processes_is_refused_for_a_pipeline
+    integrations/test_quantized.py::test_trl_fine_tunes_and_aligns_adapters_on_a_quantized_base
+    integrations/test_retrievers.py::test_in_batch_negatives_are_cut_where_they_do_not_fit
     integrations/test_trainer.py::test_classification_with_evaluation_and_prediction
     integrations/test_trainer.py::test_sequence_to_sequence_with_generation
     integrations/test_trainer.py::test_training_arguments_may_carry_the_ds_config_and_the_saved_model_is_stock

@@ -40,30 +40,6 @@ def hand_over(engine: Any, group: list[dict[str, Tensor]]) -> None:
             engine.step()
 
 
-@pytest.mark.parametrize("harmony", [None, {"pack_layers": 1}, RESIDENT], ids=["one pack", "packs", "resident"])
-def test_gradients_are_those_of_plain_pytorch_and_looking_changes_nothing(harmony: Any) -> None:
-    expected = plain_gradients(LLAMA.build(0.0), GROUPS[0])
-    looked, unlooked = LLAMA.build(0.0), LLAMA.build(0.0)
-    with (
-        engine_for(looked, adamw, config_of(4, 0.5, harmony)) as engine,
-        engine_for(unlooked, adamw, config_of(4, 0.5, harmony)) as other,
-    ):
-        for group in GROUPS:
-            hand_over(engine, group)
-            found = {name: safe_get_full_grad(p) for name, p in looked.named_parameters()}
-            again = {name: safe_get_full_grad(p) for name, p in looked.named_parameters()}
-            assert all(torch.equal(found[name], again[name]) for name in found)  # type: ignore[arg-type]
-            if group is GROUPS[0]:
-                assert found.keys() == expected.keys()
-                assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())  # type: ignore[arg-type]
-            engine.step()
-            assert engine.was_step_applied()
-            train_groups(other, [group])
-            assert engine.get_global_grad_norm() == other.get_global_grad_norm()
-            assert engine.swap_report().swap_bytes == other.swap_report().swap_bytes
-    assert_same(looked, unlooked, bitwise=True)
-
-
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_later_gradients_are_added_to_those_that_were_read_though_the_model_was_measured_in_between(
     clip: float | None,

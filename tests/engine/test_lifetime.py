@@ -36,8 +36,7 @@ CONFIG = config_of(2, 0.5, {"pack_layers": 1, "residency": 1})
 
 @pytest.fixture
 def no_collections() -> Iterator[None]:
-    """Only reference counts free anything; of what other tests left, nothing is there any more."""
-    gc.unfreeze()
+    """Only reference counts free anything; of what other tests left since the last freeze, nothing is there any more."""
     gc.collect()
     gc.disable()
     yield

@@ -56,8 +56,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def of_the_model(model: Any, one: Batch) -> Tensor:
-    outputs = model(**one)
-    loss: Tensor = outputs if isinstance(outputs, Tensor) else outputs.loss
+    loss: Tensor = model(**one).loss
     return loss
 
 
@@ -89,25 +88,6 @@ def of_some_rows_and_hidden_states(model: Any, one: Batch) -> Tensor:
 
 
 LOSSES = [of_the_model, smoothed, preference, preference_of_two_passes, of_some_rows_and_hidden_states]
-
-
-class TwoLosses(nn.Module):
-    """Two losses of its logits, each times a number that is learned."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY, bias=False)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3))
-        self.log_temperature = nn.Parameter(torch.zeros(()))
-
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        hidden = self.embed(input_ids)
-        for layer in self.layers:
-            hidden = layer(hidden)
-        scores, temperature = self.head(hidden), self.log_temperature.exp()
-        loss = F.cross_entropy((scores * temperature).flatten(0, 1), labels.flatten())
-        return loss + (scores * temperature).logsumexp(-1).square().mean() / 100
 
 
 def trained(
@@ -166,27 +146,6 @@ def test_plans_of_several_kinds_train_as_plain_pytorch(harmony: dict[str, Any]) 
 
 def test_micro_batches_of_several_shapes_train_as_plain_pytorch() -> None:
     assert_trains_as_plain_pytorch(llama(), ragged(), **CUT)
-
-
-def test_two_losses_that_share_what_is_learned_between_layers_train_as_plain_pytorch() -> None:
-    assert_trains_as_plain_pytorch(TwoLosses(), batches(), **CUT)
-
-
-def test_losses_that_are_read_before_the_step_are_plain_pytorchs() -> None:
-    expected, model = llama(), llama()
-    losses = loop_plainly(expected, batches(), ACCUMULATION, of_the_model, make=sgd, clip=1.0)
-
-    def read(engine: Any, one: Batch) -> Tensor:
-        loss = of_the_model(engine, one)
-        assert loss.item() > 0
-        return loss
-
-    config = config_of(ACCUMULATION, clip=1.0, harmony=CUT, train_micro_batch_size_per_gpu=ROWS)
-    with engine_for(model, sgd, config) as engine, pytest.warns(RuntimeWarning, match="looked at"):
-        found, _ = loop_with(engine, batches(), read)
-    assert found == pytest.approx(losses, rel=TOLERANCE)
-    for (name, one), other in zip(model.named_parameters(), expected.parameters(), strict=True):
-        assert (one - other).abs().max() <= TOLERANCE * other.abs().max(), name
 
 
 def test_the_same_tiles_and_slices_give_the_same_bits_whatever_the_packs() -> None:
