@@ -75,7 +75,7 @@ RULES: dict[str, Rule] = {
     "tests/engine/test_in_batch_negatives.py::test_what_fits_whole_keeps_every_bit": one,
     "tests/engine/test_joined.py::test_weights_are_those_of_single_calls_to_rounding": each("sizes"),
     "tests/engine/test_layer_tiles.py::test_modules_whose_tokens_look_at_each_other_are_not_cut": every,
-    "tests/engine/test_pipeline.py::test_every_family_trains_as_on_one_device": each("one"),
+    "tests/engine/test_pipeline.py::test_every_family_trains_as_on_one_device": each("devices"),
     "tests/engine/test_precision.py::test_a_parameter_after_the_last_layer_sums_in_fp32_when_losses_are_read": every,
     "tests/engine/test_tiles_beside_slices.py": none,
     "tests/engine/test_tiles_beside_slices.py::test_a_loss_runs_in_tiles_beside_slices": one,
@@ -125,6 +125,7 @@ SLOW = """
     checkpoint/test_resume.py::test_another_plan_goes_on_bit_for_bit
     checkpoint/test_resume.py::test_saving_changes_nothing_and_leaves_resident_packs_on_the_device
     checkpoint/test_resume.py::test_the_familiar_loop_goes_on_at_its_boundary
+    cli/test_commands.py::test_adapters_are_trained_and_the_model_is_not
     cli/test_commands.py::test_a_batch_that_processes_do_not_divide_is_an_error
     cli/test_commands.py::test_a_model_too_large_for_the_device_exits_with_3_and_names_ways_out
     cli/test_commands.py::test_a_model_too_large_for_the_host_exits_with_3_and_is_forecast_all_the_same
