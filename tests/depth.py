@@ -61,7 +61,9 @@ RULES: dict[str, Rule] = {
     "tests/bench": one,
     "tests/benchmarks": one,
     "tests/model": each_value,
+    "tests/model/test_checkpointing.py::test_losses_in_chunks_save_what_they_save_in_plain_pytorch": one,
     "tests/model/test_compiling.py": one,
+    "tests/model/test_packed_gate.py": every_third,
     "tests/checkpoint": one,
     "tests/checkpoint/test_tensor_files.py": every,
     "tests/docs/test_site.py::test_the_site_has_every_page_and_every_public_name": none,
@@ -90,6 +92,7 @@ RULES: dict[str, Rule] = {
     "tests/distributed/test_servers.py::test_processes_agree_on_more_than_a_row_of_the_board_holds": every,
     "tests/distributed/test_slots.py": every,
     "tests/scheduler": each_value,
+    "tests/scheduler/test_graphs.py::test_what_is_certain_to_fit_fits_and_short_groups_tell_all": every_tenth,
     "tests/scheduler/test_search.py": one,
     "tests/simdevice": one,
     "tests/simdevice/test_engine_exactness.py::test_same_weights_as_plain_accumulation_and_a_peak_within_the_plan": each(
@@ -126,6 +129,9 @@ SLOW = """
     checkpoint/test_resume.py::test_saving_changes_nothing_and_leaves_resident_packs_on_the_device
     checkpoint/test_resume.py::test_the_familiar_loop_goes_on_at_its_boundary
     cli/test_commands.py::test_adapters_are_trained_and_the_model_is_not
+    cli/test_commands.py::test_an_answer_says_what_is_trained_and_how_and_what_is_frozen
+    cli/test_commands.py::test_masters_and_state_on_a_disk_are_no_host_memory_and_its_rate_is_the_updates
+    cli/test_commands.py::test_what_does_not_fit_beside_adapters_may_be_quantized
     cli/test_commands.py::test_a_batch_that_processes_do_not_divide_is_an_error
     cli/test_commands.py::test_a_model_too_large_for_the_device_exits_with_3_and_names_ways_out
     cli/test_commands.py::test_a_model_too_large_for_the_host_exits_with_3_and_is_forecast_all_the_same
