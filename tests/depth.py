@@ -60,6 +60,10 @@ RULES: dict[str, Rule] = {
     "tests": every,
     "tests/bench": one,
     "tests/benchmarks": one,
+    "tests/benchmarks/test_allocator.py": none,
+    "tests/benchmarks/test_allocator.py::test_a_step_that_is_out_of_memory_says_where": one,
+    "tests/benchmarks/test_allocator.py::test_only_the_third_step_is_counted": one,
+    "tests/benchmarks/test_allocator.py::test_pools_decide_who_shares_memory": one,
     "tests/model": each_value,
     "tests/model/test_checkpointing.py::test_losses_in_chunks_save_what_they_save_in_plain_pytorch": one,
     "tests/model/test_compiling.py": one,
@@ -109,6 +113,8 @@ RULES: dict[str, Rule] = {
 """By path from the repository's root, or by `path::test`; the longest one that an item is under decides."""
 
 SLOW = """
+    bench/test_bench.py::test_a_pipeline_is_compared_with_one_device
+    bench/test_bench.py::test_other_engines_run_at_their_best_micro_batch_and_resume_with_it
     bench/test_bench.py::test_a_comparison_is_resumed_and_its_losses_agree
     bench/test_bench.py::test_an_engine_that_fails_is_a_row_and_the_others_go_on
     bench/test_bench.py::test_an_error_in_one_of_two_processes_is_the_row_s
@@ -164,12 +170,17 @@ SLOW = """
     engine/test_precision.py::test_muon_beside_adam
     engine/test_residency.py::test_the_first_packs_may_stay_as_well_as_the_last
     engine/test_residency.py::test_the_plan_counts_resident_packs
+    engine/test_quantized.py::test_weights_that_evaluation_repacks_are_trained_beside_as_if_it_had_not
+    engine/test_refusals.py::test_what_does_not_fit_in_any_cut_says_the_least_budget_that_does_and_what_was_tried
+    engine/test_shared_losses.py::test_the_memory_of_a_shared_loss_is_planned
     engine/test_slices.py::test_a_micro_batch_size_of_auto_is_a_whole_batch_in_slices
     engine/test_slices.py::test_auto_takes_slices_where_whole_micro_batches_do_not_fit
     engine/test_slices.py::test_sizes_as_large_as_the_micro_batch_change_nothing
     engine/test_slices.py::test_times_of_all_sizes_are_kept_in_the_profile
+    engine/test_slices.py::test_rows_that_could_not_be_found_for_want_of_memory_are_looked_for_again
     engine/test_surface.py::test_one_process_needs_no_launcher_no_environment_and_no_mpi
     engine/test_switches.py::test_the_search_finds_a_plan_within_a_budget
+    engine/test_unet.py::test_less_than_its_weights_and_gradients_is_enough
     integrations/test_launchers.py::test_a_trainer_takes_the_ds_config_of_accelerates_launcher_and_saves_its_model
     integrations/test_launchers.py::test_deepspeeds_launcher_of_several_processes_is_refused_for_a_pipeline
     integrations/test_quantized.py::test_trl_fine_tunes_and_aligns_adapters_on_a_quantized_base
@@ -197,6 +208,9 @@ SLOW = """
     estimate/test_survey.py::test_packs_do_not_stay_where_the_engine_lets_none_stay
     estimate/test_survey.py::test_the_budget_is_the_ds_configs_or_what_the_engine_would_take
     estimate/test_survey.py::test_times_are_the_rooflines
+    step/test_allocator_retries.py::test_an_eighth_is_left_free_at_most_and_weights_are_those_of_one_plan
+    step/test_fragments.py::test_a_plan_that_is_not_served_any_more_is_replaced
+    step/test_fragments.py::test_whole_calls_run_with_a_warning_where_the_allocator_could_serve_no_plan_at_all
     estimate/test_survey.py::test_what_a_resident_parameter_takes_is_what_the_engine_would_keep
 """
 """Tests that take seconds, in folders of which the others run: the mechanism has a faster test beside them."""
