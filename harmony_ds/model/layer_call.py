@@ -36,7 +36,7 @@ from harmony_ds.model.layer_tiles import LayerTiles
 from harmony_ds.model.own_settings import LaneSettings, in_force
 from harmony_ds.model.random_streams import RandomState, states_differ
 from harmony_ds.model.recorded_call import RecordedCall, RecordedHead, norms_of
-from harmony_ds.model.slices import Piece, SliceAssembler, Slicing, slicing_of
+from harmony_ds.model.slices import Piece, RowSlice, SliceAssembler, Slicing, slicing_of
 from harmony_ds.model.targets import GradientSum, OutputGradient, Targets
 from harmony_ds.model.token_expression import HeadCall, TiledWork, tensors_beside
 from harmony_ds.model.token_proof import ModuleCall, TokenProof, prove
@@ -471,7 +471,8 @@ class LayerCalls:
                     pieces = [follow(self._saved_inputs(layer, call))]
                 else:
                     tensors, bring = self._inputs_to_cut(layer, call, call.slicing)
-                    pieces = call.slicing.propagated(*follow(tensors), bring)
+                    parts = self._slices_to_run(call.slicing, call.slicing.backward)
+                    pieces = call.slicing.propagated(*follow(tensors), bring, parts)
                 for number, (own, targets, given) in enumerate(pieces):
                     if number:
                         gather()
@@ -577,7 +578,7 @@ class LayerCalls:
         call.states.append(read_state())
         whole = SliceAssembler(slicing, tensors)
         first: CallOutputs | None = None
-        for part in slicing.slices(slicing.forward):
+        for part in self._slices_to_run(slicing, slicing.forward):
             if slicing.draws and not part.is_first:
                 call.states.append(read_state())
             results = layer.run(call, slicing.inputs_of(part, tensors), leaves, ends)
@@ -590,6 +591,12 @@ class LayerCalls:
             layer.draws = True
             self._report_unseen(f"layer {layer.name} draws random numbers, which measuring had not seen.")
         return first
+
+    def _slices_to_run(self, slicing: Slicing, size: int) -> Iterator[RowSlice]:
+        """Yield the slices of `size` rows that the device has to run: all of them, where tensors have contents."""
+        slices = [*slicing.slices(size)]
+        for number in self._parts_to_run([part.end - part.begin for part in slices]):
+            yield slices[number]
 
     def discard(self, call: RecordedCall) -> None:
         """Release what is kept of `call`, which is not propagated through any more."""

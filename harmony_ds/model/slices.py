@@ -88,17 +88,20 @@ class Slicing:
         targets: Targets,
         gradients: Sequence[Tensor | None],
         bring: Callable[[list[Tensor]], list[Tensor]],
+        parts: Iterable[RowSlice],
     ) -> Iterator[Piece]:
         """Yield the slices of a backward pass; in the end, hand the gradients of whole inputs to `targets`.
 
-        `bring`: of parts of `tensors`, returns them on the device.
+        Args:
+            bring: of parts of `tensors`, returns them on the device.
+            parts: the slices to run.
         """
         split = [
             SliceTarget(target, tensor, dim) if target is not None and dim is not None else target
             for target, tensor, dim in zip(targets, tensors, self.dims.inputs, strict=True)
         ]
         own = [target for target in split if isinstance(target, SliceTarget)]
-        for part in self.slices(self.backward):
+        for part in parts:
             for target in own:
                 target.part = part
             yield bring(self.inputs_of(part, tensors)), split, self.gradients_of(part, gradients)

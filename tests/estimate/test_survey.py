@@ -387,14 +387,19 @@ def test_a_row_whose_layers_do_not_fit_is_estimated_in_tiles_of_both(tmp_path: P
     assert (policy.tile_tokens, policy.layer_tile_tokens) == (1024, 16384)
 
 
-def test_tiles_that_repeat_others_are_left_out_of_an_estimate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens = {"head": 1000, "layers": 700}
+@pytest.mark.parametrize(
+    ("rows", "harmony"), [(1, {"tokens": {"head": 1000, "layers": 700}}), (7, {"micro_batch": 2, "tokens": "off"})]
+)
+def test_tiles_and_slices_that_repeat_others_are_left_out_of_an_estimate(
+    rows: int, harmony: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = load_config(
-        {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "harmony": {"device": "cpu", "tokens": tokens}}
+        {"train_micro_batch_size_per_gpu": rows, "bf16": {"enabled": True}, "harmony": {"device": "cpu", **harmony}}
     )
 
     def costs() -> CostTable:
-        return estimate(load_subject(str(llama_file(tmp_path, 32000)), "meta", 1, 4096), config, HARDWARE).costs
+        subject = load_subject(str(llama_file(tmp_path, 32000)), "meta", rows, 4096 // rows)
+        return estimate(subject, config, HARDWARE).costs
 
     found = costs()
     monkeypatch.setattr(MetaDevice, "parts_to_run", Device.parts_to_run)

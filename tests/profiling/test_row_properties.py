@@ -130,7 +130,7 @@ def test_gradients_of_slices_are_the_gradient_of_the_whole(inputs: list[Kind], r
     tensors = [kind.tensor(rows) for kind in inputs]
     gradients = [torch.ones_like(t) for t in tensors]
     targets = [Sum() for _ in inputs]
-    for parts, own, given_here in cut.propagated(tensors, targets, gradients, list):
+    for parts, own, given_here in cut.propagated(tensors, targets, gradients, list, cut.slices(cut.backward)):
         for target, part, gradient in zip(own, parts, given_here, strict=True):
             if gradient is not None and target is not None:
                 target.add(2 * part * gradient)
