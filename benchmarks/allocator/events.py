@@ -54,9 +54,9 @@ class Freed:
 
 @dataclass(slots=True)
 class PoolFilled:
-    """The allocator takes the rest of the budget, but for `upload_bytes` (`Device.fill_pool`)."""
+    """The allocator takes the rest of the budget, but for `other_bytes` (`Device.fill_pool`)."""
 
-    upload_bytes: int
+    other_bytes: int
 
 
 @dataclass(slots=True)

@@ -102,8 +102,8 @@ class Recorder(EagerDispatchMode):
         if number is not None:
             self._note(Used(number, stream))
 
-    def fill_pool(self, upload_bytes: int) -> None:
-        self._note(PoolFilled(upload_bytes))
+    def fill_pool(self, other_bytes: int) -> None:
+        self._note(PoolFilled(other_bytes))
 
     def begin_step(self, step: int) -> None:
         self._note(StepBegun(step))
@@ -205,8 +205,8 @@ class RecordedDevice(MetaDevice):
     def record_use(self, tensor: Tensor) -> None:
         self._recorder.record_use(tensor, Stream.COMPUTE)
 
-    def fill_pool(self, upload_bytes: int) -> None:
-        self._recorder.fill_pool(upload_bytes)
+    def fill_pool(self, other_bytes: int) -> None:
+        self._recorder.fill_pool(other_bytes)
 
     @contextmanager
     def probe(self) -> Iterator[MemoryProbe]:

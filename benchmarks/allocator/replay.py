@@ -92,7 +92,7 @@ class AllocatorReplay:
                 allocator.record_stream(self._blocks[event.number], event.stream)
             case PoolFilled():
                 if self._cap_bytes is not None and self._expandable:
-                    self._fill_pool(self._cap_bytes - OTHER_POOLS_BYTES - event.upload_bytes)
+                    self._fill_pool(self._cap_bytes - OTHER_POOLS_BYTES - event.other_bytes)
             case TaskDone():
                 self._last_task = event.task
             case StepBegun():

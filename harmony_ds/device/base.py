@@ -269,11 +269,11 @@ class Device(ABC):
         """Whether its memory is torch's caching allocator's, in segments that grow up to a budget that was given."""
         return False
 
-    def fill_pool(self, upload_bytes: int) -> None:  # noqa: B027 - only CUDA's allocator has pools
+    def fill_pool(self, other_bytes: int) -> None:  # noqa: B027 - only CUDA's allocator has pools
         """Let the allocator take the rest of the budget now, so that no request of a step has to ask for more.
 
         Args:
-            upload_bytes: what is left to uploads, beside the segments of every stream.
+            other_bytes: what is left to uploads, and to exchanging gradients, beside the segments of every stream.
         """
 
     def available_bytes(self) -> int | None:

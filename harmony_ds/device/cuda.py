@@ -265,7 +265,7 @@ class CudaDevice(Device):
             return 0
         return fragment_bytes(self._given_bytes, working_bytes)
 
-    def fill_pool(self, upload_bytes: int) -> None:
+    def fill_pool(self, other_bytes: int) -> None:
         """Let the compute stream's pool of larger blocks grow to the budget, but for what other pools begin with.
 
         torch asks its cap for the whole of a request, even where an expandable segment lacks one page of it (alloc_block in
@@ -274,7 +274,7 @@ class CudaDevice(Device):
         if self._memory_fraction is None or not self._grows or self._logical > 1:
             return
         _, total_bytes = torch.cuda.mem_get_info(self.torch_device)
-        most_bytes = int(self._memory_fraction * total_bytes) - OTHER_POOLS_BYTES - upload_bytes
+        most_bytes = int(self._memory_fraction * total_bytes) - OTHER_POOLS_BYTES - other_bytes
         held: list[Tensor] = []
         with suppress(torch.OutOfMemoryError):  # another program has the memory: requests will find out
             while (room := most_bytes - torch.cuda.memory_reserved(self.torch_device)) >= SEGMENT_BYTES:

@@ -214,10 +214,6 @@ class DeviceGroup(Device):
     def fragment_bytes(self, working_bytes: int) -> int:
         return self.active.fragment_bytes(working_bytes)
 
-    def fill_pool(self, upload_bytes: int) -> None:
-        for member in self.members:
-            member.fill_pool(upload_bytes)
-
     def peer_reserve_bytes(self) -> int:
         return self.active.peer_reserve_bytes()
 

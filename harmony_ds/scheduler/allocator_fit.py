@@ -15,7 +15,7 @@ from harmony_ds.device.allocator_room import SEGMENT_BYTES, upload_bytes
 from harmony_ds.errors import DoesNotFitError
 from harmony_ds.scheduler.choose import PlanRequest
 from harmony_ds.scheduler.costs import CostTable
-from harmony_ds.scheduler.plan import Plan
+from harmony_ds.scheduler.plan import Plan, Policy
 from harmony_ds.scheduler.replay import reserved_bytes, retries
 from harmony_ds.scheduler.search import Choice
 
@@ -102,7 +102,7 @@ def _fastest_with_less_left(first: Fitting, fit: Fit, request: PlanRequest) -> F
     best = latest = first
     for _ in range(_SEARCHES - 1):
         assert request.budget_bytes is not None
-        spare_bytes = _limit_bytes(request) - _reserved_bytes(latest)
+        spare_bytes = _limit_of(latest, request) - _reserved_bytes(latest)
         if latest.fragment_bytes > request.budget_bytes // _MUCH:
             spare_bytes = max(spare_bytes, latest.fragment_bytes // 4)
         if spare_bytes < request.budget_bytes // _GRAIN or not latest.fragment_bytes:
@@ -121,7 +121,7 @@ def _served_with_more_left(first: Fitting, fit: Fit, request: PlanRequest) -> Fi
     for _ in range(_SEARCHES - 1):
         assert request.budget_bytes is not None
         grain = request.budget_bytes // _GRAIN
-        missing_bytes = _reserved_bytes(latest) - _limit_bytes(request)
+        missing_bytes = _reserved_bytes(latest) - _limit_of(latest, request)
         try:
             latest = fit(latest.fragment_bytes + min(max(grain, missing_bytes), _MOST_AT_ONCE * grain))
         except DoesNotFitError:
@@ -129,6 +129,10 @@ def _served_with_more_left(first: Fitting, fit: Fit, request: PlanRequest) -> Fi
         if is_served(latest.choices[0], request):
             break
     return latest
+
+
+def _limit_of(fitting: Fitting, request: PlanRequest) -> int:
+    return _limit_bytes(request, fitting.choices[0].plan.policy)
 
 
 def _reserved_bytes(fitting: Fitting) -> int:
@@ -142,7 +146,8 @@ def replayed(choice: Choice, request: PlanRequest, costs: CostTable, smallest_ra
 
     Where it would reserve more than there is, it may do with what there is: it puts blocks elsewhere then.
     """
-    needed_bytes, limit_bytes = reserved_bytes(choice.plan, costs, smallest_ratio), _limit_bytes(request)
+    needed_bytes = reserved_bytes(choice.plan, costs, smallest_ratio)
+    limit_bytes = _limit_bytes(request, choice.plan.policy)
     if needed_bytes > limit_bytes and smallest_ratio == 1.0 and _fits_by_luck(choice.plan, request, costs):
         needed_bytes = limit_bytes
     return replace(choice, reserved_bytes=needed_bytes)
@@ -150,31 +155,35 @@ def replayed(choice: Choice, request: PlanRequest, costs: CostTable, smallest_ra
 
 def serves(plan: Plan, request: PlanRequest, costs: CostTable) -> bool:
     """Return whether the allocator can serve `plan` with all of the request's budget, and no retry."""
-    return reserved_bytes(plan, costs) <= _limit_bytes(request) or _fits_by_luck(plan, request, costs)
+    return reserved_bytes(plan, costs) <= _limit_bytes(request, plan.policy) or _fits_by_luck(plan, request, costs)
 
 
 def is_served(choice: Choice, request: PlanRequest) -> bool:
     """Return whether the allocator can serve a choice that was replayed with all of the request's budget, and no retry."""
-    return choice.reserved_bytes is not None and choice.reserved_bytes <= _limit_bytes(request)
+    limit_bytes = _limit_bytes(request, choice.plan.policy)
+    return choice.reserved_bytes is not None and choice.reserved_bytes <= limit_bytes
 
 
 def _fits_by_luck(plan: Plan, request: PlanRequest, costs: CostTable) -> bool:
     """Return whether an allocator needs no retry for `plan` with the memory that there is, and with a little less."""
     assert request.budget_bytes is not None
-    pool_bytes = _pool_bytes(request)
+    pool_bytes = _pool_bytes(request, plan.policy)
     return not any(retries(plan, costs, pool) for pool in (pool_bytes, pool_bytes - request.budget_bytes // _LUCK))
 
 
-def _limit_bytes(request: PlanRequest) -> int:
-    """Return the most that the allocator may have to reserve for a plan."""
+def _limit_bytes(request: PlanRequest, policy: Policy) -> int:
+    """Return the most that the allocator may have to reserve for a plan of this policy."""
     assert request.budget_bytes is not None
-    return _pool_bytes(request) - request.budget_bytes // _SAFETY
+    return _pool_bytes(request, policy) - request.budget_bytes // _SAFETY
 
 
-def _pool_bytes(request: PlanRequest) -> int:
-    """Return what the pool of larger blocks has where the device has filled it (`Device.fill_pool`)."""
+def _pool_bytes(request: PlanRequest, policy: Policy) -> int:
+    """Return what the pool of larger blocks has where the device has filled it (`Device.fill_pool`): gradients are
+    exchanged in memory of another.
+    """
     assert request.budget_bytes is not None
-    return max(0, request.budget_bytes - SEGMENT_BYTES)
+    exchange_bytes = 0 if policy.alone or policy.reduce_on_host else request.exchange_bytes
+    return max(0, request.budget_bytes - exchange_bytes - SEGMENT_BYTES)
 
 
 def _fastest_replayed(

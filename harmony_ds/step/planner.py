@@ -285,7 +285,7 @@ class Planner:
         if self.plan is None or budget_bytes is None:
             return
         if self.plan.peak_bytes + self.beside_bytes + self.costs[0].working_bytes > budget_bytes:
-            self._runtime.device.fill_pool(self.beside.upload_bytes)
+            self._runtime.device.fill_pool(self.beside.upload_bytes + self.beside.exchange_bytes(self.plan))
 
     def check_peak(self, peak_bytes: int) -> None:
         """Log that a step took more than planned in any process, and plan for that in all from the next one on."""

@@ -90,7 +90,7 @@ def test_large_inputs_have_room_beside_what_is_computed() -> None:
     found = record(case)
     answered = answer(case, found, Pools.ENGINE, expandable=True)
     filled = next(event for event in found.events if isinstance(event, PoolFilled))
-    assert filled.upload_bytes >= 6 * 48 * 1024 * (2 * 256 + 8)
+    assert filled.other_bytes >= 6 * 48 * 1024 * (2 * 256 + 8)
     assert answered["retries_a_step"] == 0
     assert answered["reserved_peak_bytes"] <= answered["budget_bytes"]
 

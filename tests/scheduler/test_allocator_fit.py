@@ -162,6 +162,18 @@ def test_what_is_left_is_beside_the_plan() -> None:
     assert leaving(less, -600) == REQUEST
 
 
+def test_processes_that_reduce_gradients_on_their_devices_leave_room_for_that() -> None:
+    request = replace(REQUEST, exchange_bytes=30 * MIB)
+    plan = plan_that_reserves(LIMIT)
+    for policy, served in (
+        (Policy(devices=2), False),
+        (Policy(devices=2, reduce_on_host=True), True),
+        (Policy(), True),
+    ):
+        of_policy = replace(choice(LIMIT, 10.0), plan=replace(plan, policy=policy))
+        assert is_served(replayed(of_policy, request, COSTS, 1.0), request) is served
+
+
 @pytest.mark.parametrize(("input_mib", "left_mib"), [(4, 0), (5, 25)])
 def test_inputs_of_all_micro_batches_have_room_where_they_exceed_their_pools_segment(
     input_mib: int, left_mib: int

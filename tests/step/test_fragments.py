@@ -12,6 +12,7 @@ import pytest
 
 from harmony_ds import HarmonyEngine
 from harmony_ds.device import CpuDevice
+from harmony_ds.distributed import SingleProcess
 from harmony_ds.scheduler.search import Choice
 from tests.engine.drive import config_of, engine_for, family, groups_of, sgd, train_groups
 
@@ -29,14 +30,14 @@ class Fragmented(CpuDevice):
     def __init__(self, budget_bytes: int) -> None:
         super().__init__(budget_bytes)
         self.working_bytes: list[int] = []
-        self.fills = 0
+        self.left_to_others: list[int] = []  # where the pool was filled
 
     def fragment_bytes(self, working_bytes: int) -> int:
         self.working_bytes.append(working_bytes)
         return working_bytes // 2
 
-    def fill_pool(self, upload_bytes: int) -> None:
-        self.fills += 1
+    def fill_pool(self, other_bytes: int) -> None:
+        self.left_to_others.append(other_bytes)
 
 
 @contextmanager
@@ -90,9 +91,18 @@ def test_the_pool_is_filled_where_one_request_more_could_exceed_the_budget() -> 
     for budget_bytes, fills in ((smallest + working // 2, 1), (smallest + 2 * working, 0)):
         device = Fragmented(budget_bytes)
         with engine_on(device, **frugal) as engine:
-            assert device.fills == fills
+            assert device.left_to_others == [0] * fills
             train_groups(engine, GROUPS[1:])
-            assert device.fills == fills  # nothing was measured again
+            assert device.left_to_others == [0] * fills  # nothing was measured again
+
+
+def test_a_filled_pool_leaves_room_to_exchange_gradients_with_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SingleProcess, "reduce_bytes", lambda self, device: 2**16)
+    frugal = {"pack_layers": 1, "stash": "host", "prefetch": False}
+    smallest = peak_of(CpuDevice(2**30), **frugal)
+    device = Fragmented(smallest)
+    with engine_on(device, **frugal):
+        assert device.left_to_others == [2**16]
 
 
 class Caching(Fragmented):
