@@ -342,9 +342,9 @@ class CallCuts:
                 return None
             needed = world.max("needed by slices", tried.error.least_budget_bytes or 0)
             if needed and needed_by_larger:
-                # Whatever the task that takes most, fewer rows save no more for each row than these did.
+                # Whatever the task that takes most, fewer rows, down to one, save no more for each row than these did.
                 saved_by_row = (needed_by_larger - needed) / (larger - size)
-                if needed - saved_by_row * size > room_bytes:
+                if needed - saved_by_row * (size - 1) > room_bytes:
                     return None
             larger, needed_by_larger = size, needed
         return None
