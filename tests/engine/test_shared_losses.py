@@ -148,25 +148,19 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "setting"),
-    [
-        # tests/exactness has `siamese` and `triplet` in most of them.
-        *(("one_and_two", setting) for setting in SETTINGS),
-        *((name, "as they are") for name in ("info_nce", "with_a_teacher")),
-    ],
-)
-def test_passes_that_meet_in_a_loss_are_grouped_and_exact(name: str, setting: str) -> None:
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_losses_of_one_pass_and_of_several_are_grouped_and_exact(setting: str) -> None:
+    """Each kind by itself is in tests/exactness."""
     settings = SETTINGS[setting]
     accumulation, clip = settings.get("accumulation", ACCUMULATION), settings.get("clip", 0.0)
     norm = settings.get("norm", False)
     plain, model, batches = Encoder(0.2, norm), Encoder(0.2, norm), data()
     batches = batches[: len(batches) // accumulation * accumulation]
-    expected = plainly(plain, LOSSES[name], batches, accumulation, clip)
+    expected = plainly(plain, one_and_two, batches, accumulation, clip)
     config = config_of(accumulation, clip, {"pack_layers": 1, **settings.get("harmony", {})})
     with engine_for(model, sgd, config) as engine:
         ratio, by_hand = settings.get("ratio", 1.0), settings.get("by_hand", False)
-        assert by_engine(engine, LOSSES[name], batches, ratio, by_hand) == expected
+        assert by_engine(engine, one_and_two, batches, ratio, by_hand) == expected
     assert_same(model, plain, bitwise=True)
 
 
