@@ -64,12 +64,15 @@ RULES: dict[str, Rule] = {
     "tests/benchmarks/test_allocator.py::test_a_step_that_is_out_of_memory_says_where": one,
     "tests/benchmarks/test_allocator.py::test_only_the_third_step_is_counted": one,
     "tests/benchmarks/test_allocator.py::test_pools_decide_who_shares_memory": one,
-    "tests/model": each_value,
-    "tests/model/test_checkpointing.py::test_losses_in_chunks_save_what_they_save_in_plain_pytorch": one,
-    "tests/model/test_compiling.py": one,
-    "tests/model/test_packed_gate.py": every_third,
     "tests/checkpoint": one,
     "tests/checkpoint/test_tensor_files.py": every,
+    "tests/distributed": none,
+    "tests/distributed/test_exactness.py::test_training_is_that_of_plain_pytorch": one,
+    "tests/distributed/test_failures.py": every,
+    "tests/distributed/test_failures.py::test_the_others_notice_a_process_that_is_gone_or_stopped": one,
+    "tests/distributed/test_host_room.py": one,
+    "tests/distributed/test_servers.py::test_processes_agree_on_more_than_a_row_of_the_board_holds": every,
+    "tests/distributed/test_slots.py": every,
     "tests/docs/test_site.py::test_the_site_has_every_page_and_every_public_name": none,
     "tests/engine": one,
     "tests/engine/test_chains.py::test_gradients_are_divided_once": each("chain"),
@@ -79,22 +82,28 @@ RULES: dict[str, Rule] = {
     "tests/engine/test_in_batch_negatives.py": none,
     "tests/engine/test_in_batch_negatives.py::test_what_does_not_fit_whole_is_cut_by_default": one,
     "tests/engine/test_in_batch_negatives.py::test_what_fits_whole_keeps_every_bit": one,
-    "tests/engine/test_joined.py::test_weights_are_those_of_single_calls_to_rounding": each("sizes"),
-    "tests/engine/test_layer_tiles.py::test_modules_whose_tokens_look_at_each_other_are_not_cut": every,
     "tests/engine/test_pipeline.py::test_every_family_trains_as_on_one_device": each("devices"),
     "tests/engine/test_precision.py::test_a_parameter_after_the_last_layer_sums_in_fp32_when_losses_are_read": every,
-    "tests/engine/test_tiles_beside_slices.py": none,
-    "tests/engine/test_tiles_beside_slices.py::test_a_loss_runs_in_tiles_beside_slices": one,
+    "tests/estimate/test_forecast.py": one,
+    "tests/estimate/test_survey.py": one,
     "tests/examples": none,
     "tests/integrations": one,
+    "tests/model": each_value,
+    "tests/model/test_checkpointing.py::test_losses_in_chunks_save_what_they_save_in_plain_pytorch": one,
+    "tests/model/test_compiling.py": one,
+    "tests/model/test_joined.py": one,
+    "tests/model/test_joined.py::test_weights_are_those_of_single_calls_to_rounding": each("sizes"),
+    "tests/model/test_layer_tiles.py": one,
+    "tests/model/test_layer_tiles.py::test_modules_whose_tokens_look_at_each_other_are_not_cut": every,
+    "tests/model/test_packed_gate.py": every_third,
+    "tests/model/test_slices.py": one,
+    "tests/model/test_tiles_beside_slices.py": none,
+    "tests/model/test_tiles_beside_slices.py::test_a_loss_runs_in_tiles_beside_slices": one,
     "tests/offload": each_value,
-    "tests/distributed": none,
-    "tests/distributed/test_exactness.py::test_training_is_that_of_plain_pytorch": one,
-    "tests/distributed/test_failures.py": every,
-    "tests/distributed/test_failures.py::test_the_others_notice_a_process_that_is_gone_or_stopped": one,
-    "tests/distributed/test_host_room.py": one,
-    "tests/distributed/test_servers.py::test_processes_agree_on_more_than_a_row_of_the_board_holds": every,
-    "tests/distributed/test_slots.py": every,
+    "tests/offload/test_disk.py": one,
+    "tests/optim/test_eight_bit_optimizers.py": one,
+    "tests/optim/test_muon.py": one,
+    "tests/optim/test_optimizer_chain.py": one,
     "tests/scheduler": each_value,
     "tests/scheduler/test_graphs.py::test_what_is_certain_to_fit_fits_and_short_groups_tell_all": every_tenth,
     "tests/scheduler/test_search.py": one,
@@ -105,23 +114,20 @@ RULES: dict[str, Rule] = {
     "tests/simdevice/test_engine_faults.py": every_tenth,
     "tests/simdevice/test_engine_late.py::test_a_loop_trains_as_plain_pytorch": every_third,
     "tests/simdevice/test_engine_pipeline.py::test_several_devices_train_as_one": every_tenth,
-    "tests/simdevice/test_swap_memory.py": every,
     "tests/simdevice/test_simdevice.py::test_operands_on_two_devices_are_refused_but_for_a_single_number_of_the_cpu": every,
-    "tests/estimate/test_forecast.py": one,
-    "tests/estimate/test_survey.py": one,
+    "tests/simdevice/test_swap_memory.py": every,
 }
 """By path from the repository's root, or by `path::test`; the longest one that an item is under decides."""
 
 SLOW = """
-    bench/test_bench.py::test_a_pipeline_is_compared_with_one_device
-    bench/test_bench.py::test_other_engines_run_at_their_best_micro_batch_and_resume_with_it
     bench/test_bench.py::test_a_comparison_is_resumed_and_its_losses_agree
+    bench/test_bench.py::test_a_pipeline_is_compared_with_one_device
     bench/test_bench.py::test_an_engine_that_fails_is_a_row_and_the_others_go_on
     bench/test_bench.py::test_an_error_in_one_of_two_processes_is_the_row_s
+    bench/test_bench.py::test_other_engines_run_at_their_best_micro_batch_and_resume_with_it
     bench/test_bench.py::test_two_processes_are_compared_as_one_engine
     benchmarks/test_paper.py::test_grouped_swaps_do_not_grow_and_those_of_each_alone_do
     benchmarks/test_search.py::test_a_comparison_is_never_better_than_all_plans
-    model/test_compiling.py::test_compiled_by_inductor
     checkpoint/test_deepspeed.py::test_a_universal_checkpoint_is_read_back
     checkpoint/test_deepspeed.py::test_every_stage_of_deepspeed_goes_on_from_harmony
     checkpoint/test_deepspeed.py::test_harmony_goes_on_from_deepspeed
@@ -134,28 +140,29 @@ SLOW = """
     checkpoint/test_resume.py::test_another_plan_goes_on_bit_for_bit
     checkpoint/test_resume.py::test_saving_changes_nothing_and_leaves_resident_packs_on_the_device
     checkpoint/test_resume.py::test_the_familiar_loop_goes_on_at_its_boundary
-    cli/test_commands.py::test_adapters_are_trained_and_the_model_is_not
-    cli/test_commands.py::test_an_answer_says_what_is_trained_and_how_and_what_is_frozen
-    cli/test_commands.py::test_masters_and_state_on_a_disk_are_no_host_memory_and_its_rate_is_the_updates
-    cli/test_commands.py::test_what_does_not_fit_beside_adapters_may_be_quantized
     cli/test_commands.py::test_a_batch_that_processes_do_not_divide_is_an_error
+    cli/test_commands.py::test_a_closed_pipe_ends_the_command_quietly
     cli/test_commands.py::test_a_model_too_large_for_the_device_exits_with_3_and_names_ways_out
     cli/test_commands.py::test_a_model_too_large_for_the_host_exits_with_3_and_is_forecast_all_the_same
+    cli/test_commands.py::test_a_stash_that_fits_the_device_is_a_way_out_of_too_little_host_memory
+    cli/test_commands.py::test_adapters_are_trained_and_the_model_is_not
+    cli/test_commands.py::test_an_answer_says_what_is_trained_and_how_and_what_is_frozen
     cli/test_commands.py::test_estimate_as_json
     cli/test_commands.py::test_estimate_of_several_devices
+    cli/test_commands.py::test_masters_and_state_on_a_disk_are_no_host_memory_and_its_rate_is_the_updates
     cli/test_commands.py::test_the_ds_config_is_read_as_the_engine_reads_it
     cli/test_commands.py::test_the_sequence_is_the_models_longest
     cli/test_commands.py::test_trace_draws_the_predicted_step
     cli/test_commands.py::test_trace_of_a_model_that_does_not_fit_exits_with_3
     cli/test_commands.py::test_trace_takes_the_saved_plan_of_the_ds_config
-    cli/test_commands.py::test_a_stash_that_fits_the_device_is_a_way_out_of_too_little_host_memory
-    cli/test_commands.py::test_a_closed_pipe_ends_the_command_quietly
-    engine/test_joined.py::test_a_plan_of_joined_calls_runs_on_any_number_of_devices
-    engine/test_joined.py::test_longer_rows_that_have_no_room_together_run_in_smaller_calls
-    engine/test_joined.py::test_the_same_bits_each_time_and_after_a_resume
-    engine/test_layer_tiles.py::test_gradients_of_tiles_are_added_up_in_the_accumulation_dtype
-    engine/test_layer_tiles.py::test_the_same_tiles_give_the_same_bits_whatever_the_packs
-    engine/test_layer_tiles.py::test_tiles_of_head_and_layers_can_be_named_and_a_saved_plan_keeps_them
+    cli/test_commands.py::test_what_does_not_fit_beside_adapters_may_be_quantized
+    config/test_errors.py::test_a_config_error_is_deepspeeds_too_where_deepspeed_is_loaded
+    distributed/test_failures.py::test_a_model_that_waits_for_the_others_is_measured_by_all_as_often
+    distributed/test_failures.py::test_an_exception_after_first_updates_ends_all
+    distributed/test_failures.py::test_reading_is_right_in_every_process
+    distributed/test_failures.py::test_side_effects_in_every_process_are_refused_by_name
+    distributed/test_failures.py::test_unsupported_calls_are_refused_by_name
+    distributed/test_host_room.py::test_each_process_has_a_share_of_the_least_room_and_all_run_one_plan
     engine/test_ledger.py::test_swaps_do_not_grow_with_the_number_of_micro_batches
     engine/test_lifetime.py::test_a_process_leaves_in_peace_without_destroy
     engine/test_lifetime.py::test_a_process_without_harmony_ds_reads_a_saved_model
@@ -168,19 +175,20 @@ SLOW = """
     engine/test_planning.py::test_a_saved_plan_that_does_not_match_is_refused
     engine/test_planning.py::test_every_plan_within_a_budget_gives_the_same_bits_and_keeps_to_it
     engine/test_precision.py::test_muon_beside_adam
-    engine/test_residency.py::test_the_first_packs_may_stay_as_well_as_the_last
-    engine/test_residency.py::test_the_plan_counts_resident_packs
     engine/test_quantized.py::test_weights_that_evaluation_repacks_are_trained_beside_as_if_it_had_not
     engine/test_refusals.py::test_what_does_not_fit_in_any_cut_says_the_least_budget_that_does_and_what_was_tried
+    engine/test_residency.py::test_the_first_packs_may_stay_as_well_as_the_last
+    engine/test_residency.py::test_the_plan_counts_resident_packs
     engine/test_shared_losses.py::test_the_memory_of_a_shared_loss_is_planned
-    engine/test_slices.py::test_a_micro_batch_size_of_auto_is_a_whole_batch_in_slices
-    engine/test_slices.py::test_auto_takes_slices_where_whole_micro_batches_do_not_fit
-    engine/test_slices.py::test_sizes_as_large_as_the_micro_batch_change_nothing
-    engine/test_slices.py::test_times_of_all_sizes_are_kept_in_the_profile
-    engine/test_slices.py::test_rows_that_could_not_be_found_for_want_of_memory_are_looked_for_again
     engine/test_surface.py::test_one_process_needs_no_launcher_no_environment_and_no_mpi
     engine/test_switches.py::test_the_search_finds_a_plan_within_a_budget
     engine/test_unet.py::test_less_than_its_weights_and_gradients_is_enough
+    estimate/test_survey.py::test_a_model_of_70_billion_parameters_takes_no_memory
+    estimate/test_survey.py::test_a_saved_profile_stands_in_for_measuring
+    estimate/test_survey.py::test_packs_do_not_stay_where_the_engine_lets_none_stay
+    estimate/test_survey.py::test_the_budget_is_the_ds_configs_or_what_the_engine_would_take
+    estimate/test_survey.py::test_times_are_the_rooflines
+    estimate/test_survey.py::test_what_a_resident_parameter_takes_is_what_the_engine_would_keep
     integrations/test_launchers.py::test_a_trainer_takes_the_ds_config_of_accelerates_launcher_and_saves_its_model
     integrations/test_launchers.py::test_deepspeeds_launcher_of_several_processes_is_refused_for_a_pipeline
     integrations/test_quantized.py::test_trl_fine_tunes_and_aligns_adapters_on_a_quantized_base
@@ -188,30 +196,29 @@ SLOW = """
     integrations/test_trainer.py::test_classification_with_evaluation_and_prediction
     integrations/test_trainer.py::test_sequence_to_sequence_with_generation
     integrations/test_trainer.py::test_training_arguments_may_carry_the_ds_config_and_the_saved_model_is_stock
-    simdevice/test_engine_late.py::test_after_some_steps_nothing_more_is_page_locked_for_lengths_that_vary
-    distributed/test_failures.py::test_a_model_that_waits_for_the_others_is_measured_by_all_as_often
-    distributed/test_failures.py::test_an_exception_after_first_updates_ends_all
-    distributed/test_failures.py::test_reading_is_right_in_every_process
-    distributed/test_failures.py::test_unsupported_calls_are_refused_by_name
-    distributed/test_failures.py::test_side_effects_in_every_process_are_refused_by_name
-    distributed/test_host_room.py::test_each_process_has_a_share_of_the_least_room_and_all_run_one_plan
+    model/test_compiling.py::test_compiled_by_inductor
+    model/test_joined.py::test_a_plan_of_joined_calls_runs_on_any_number_of_devices
+    model/test_joined.py::test_longer_rows_that_have_no_room_together_run_in_smaller_calls
+    model/test_joined.py::test_the_same_bits_each_time_and_after_a_resume
+    model/test_layer_tiles.py::test_gradients_of_tiles_are_added_up_in_the_accumulation_dtype
+    model/test_layer_tiles.py::test_the_same_tiles_give_the_same_bits_whatever_the_packs
+    model/test_layer_tiles.py::test_tiles_of_head_and_layers_can_be_named_and_a_saved_plan_keeps_them
+    model/test_slices.py::test_a_micro_batch_size_of_auto_is_a_whole_batch_in_slices
+    model/test_slices.py::test_auto_takes_slices_where_whole_micro_batches_do_not_fit
+    model/test_slices.py::test_rows_that_could_not_be_found_for_want_of_memory_are_looked_for_again
+    model/test_slices.py::test_sizes_as_large_as_the_micro_batch_change_nothing
+    model/test_slices.py::test_times_of_all_sizes_are_kept_in_the_profile
     scheduler/test_devices.py::test_several_devices_keep_packs_from_forward_to_backward_and_none_from_step_to_step
     scheduler/test_search.py::test_a_larger_budget_never_gives_a_slower_plan
     scheduler/test_search.py::test_nothing_in_the_list_of_candidates_is_faster_than_what_is_chosen
     simdevice/test_engine_exactness.py::test_same_weights_and_peak_with_mechanisms_switched_off
+    simdevice/test_engine_late.py::test_after_some_steps_nothing_more_is_page_locked_for_lengths_that_vary
     simdevice/test_engine_memory.py::test_a_model_trains_under_a_limit_that_plain_pytorch_exceeds
     simdevice/test_engine_peaks.py::test_a_budget_is_filled_but_never_exceeded
     simdevice/test_engine_residency.py::test_deepspeeds_optimizers_are_replaced_by_torchs_on_the_device
-    config/test_errors.py::test_a_config_error_is_deepspeeds_too_where_deepspeed_is_loaded
-    estimate/test_survey.py::test_a_model_of_70_billion_parameters_takes_no_memory
-    estimate/test_survey.py::test_a_saved_profile_stands_in_for_measuring
-    estimate/test_survey.py::test_packs_do_not_stay_where_the_engine_lets_none_stay
-    estimate/test_survey.py::test_the_budget_is_the_ds_configs_or_what_the_engine_would_take
-    estimate/test_survey.py::test_times_are_the_rooflines
     step/test_allocator_retries.py::test_an_eighth_is_left_free_at_most_and_weights_are_those_of_one_plan
     step/test_fragments.py::test_a_plan_that_is_not_served_any_more_is_replaced
     step/test_fragments.py::test_whole_calls_run_with_a_warning_where_the_allocator_could_serve_no_plan_at_all
-    estimate/test_survey.py::test_what_a_resident_parameter_takes_is_what_the_engine_would_keep
 """
 """Tests that take seconds, in folders of which the others run: the mechanism has a faster test beside them."""
 RULES |= {f"tests/{name}": none for name in SLOW.split()}

@@ -17,8 +17,8 @@ from harmony_ds.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_che
 from harmony_ds.errors import CheckpointError, ModelError
 from tests import quantized
 from tests.engine.drive import WHOLE, Groups, adamw, config_of, engine_for, loop, seed_of
-from tests.engine.test_disk import WEIGHTS, on
 from tests.inside import assembly_of
+from tests.offload.test_disk import WEIGHTS, on
 from tests.oracle import seed_generators, train_plainly
 
 KINDS = list(quantized.KINDS)

@@ -15,7 +15,7 @@ import harmony_ds
 from harmony_ds import HarmonyEngine
 from harmony_ds.step import step_record
 from tests.engine.drive import config_of, engine_for, sgd
-from tests.engine.test_optimizer_chain import Combined
+from tests.optim.test_optimizer_chain import Combined
 
 pytestmark = [
     pytest.mark.fixed_times,

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from harmony_ds.errors import ModelError, UsageError
 from tests import quantized
 from tests.engine.drive import config_of, engine_for, loop, seed_of
-from tests.engine.test_disk import WEIGHTS, on
 from tests.engine.test_quantized import ACCUMULATION, GROUPS, adamw_of, trained_by
+from tests.offload.test_disk import WEIGHTS, on
 from tests.oracle import train_plainly
 
 LAYERS = 2

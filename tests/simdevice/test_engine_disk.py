@@ -9,7 +9,7 @@ import pytest
 from harmony_ds.offload import disk_weights
 from tests.checkpoint.runs import assert_equal
 from tests.engine.drive import config_of, family, groups_of, loop, weights_of
-from tests.engine.test_disk import WEIGHTS, on
+from tests.offload.test_disk import WEIGHTS, on
 from tests.simdevice.test_engine_late import late_devices, late_engine
 
 LLAMA = family("llama")

@@ -34,10 +34,10 @@ from tests.engine.drive import (
     train_groups,
     weights_of,
 )
-from tests.engine.test_joined import sgd, single_rows, trained
 from tests.engine.test_pipeline import Mixer, Trained, assert_equal
 from tests.families import Batch
 from tests.graphs import graphs_in, keep_graphs
+from tests.model.test_joined import sgd, single_rows, trained
 from tests.oracle import assert_same
 from tests.scheduler.test_random_plans import cut_at_random, policy_at_random
 from tests.simdevice.test_engine_late import late_devices, late_engine

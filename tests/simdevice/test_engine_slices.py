@@ -9,8 +9,8 @@ from torch import nn
 from harmony_ds import HarmonyEngine
 from harmony_ds.scheduler.swaps import swaps_of
 from tests.engine.drive import adamw, config_of, engine_for, family, small_sgd, train_groups, weights_of
-from tests.engine.test_slices import group_of
 from tests.inside import planner_of
+from tests.model.test_slices import group_of
 from tests.simdevice.device import SimDevice
 from tests.simdevice.test_engine_late import late_engine
 
