@@ -171,6 +171,7 @@ def assemble(
         layers=decomposition.layers,
         optimizer=optimizer,
         host_optimizer=host_optimizer,
+        masters=masters,
     )
 
 

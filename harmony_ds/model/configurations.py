@@ -12,11 +12,14 @@ from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from harmony_ds.model.own_settings import SCALARS
+from harmony_ds.model.own_settings import CONTAINERS, SCALARS
 
-_NOT_READ_BY_FORWARD = frozenset(("transformers_version", "_name_or_path", "_commit_hash"))
+_NOT_READ_BY_FORWARD = frozenset("transformers_version architectures dtype _name_or_path _commit_hash".split())
+"""Entries that transformers writes when it loads and saves a model."""
+_NO_CONFIGURATIONS = frozenset((*SCALARS, *CONTAINERS, type(None), tuple, Tensor, nn.Parameter))
+"""Types of most attributes, which are no configurations."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,18 +42,18 @@ class Configuration:
         entries: dict[str, Any] = vars(self.value)
         return entries
 
-    def plain_names(self) -> list[str]:
-        """Return the names of entries that are flags, words or numbers, and may decide what forward computes."""
-        return [
-            name
+    def plain_entries(self) -> dict[str, Any]:
+        """Return the entries that are flags, words or numbers, and may decide what forward computes."""
+        return {
+            name: value
             for name, value in self.entries.items()
             if (value is None or isinstance(value, (*SCALARS, Enum))) and name not in _NOT_READ_BY_FORWARD
-        ]
+        }
 
 
 def is_configuration(value: Any) -> bool:
     """Return whether `value` is a configuration whose entries can be compared."""
-    if isinstance(value, type | nn.Module) or not hasattr(value, "__dict__"):
+    if type(value) in _NO_CONFIGURATIONS or isinstance(value, type | nn.Module) or not hasattr(value, "__dict__"):
         return False
     is_of_transformers = hasattr(type(value), "model_type")  # where it is no dataclass, as before version 5
     return is_dataclass(value) or isinstance(value, Namespace | SimpleNamespace) or is_of_transformers

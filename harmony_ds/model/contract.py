@@ -299,7 +299,7 @@ class Contract:
         tables = [held[kind] for kind in ("_buffers", "_modules") for held in self._held]
         tables += [self._held[number][kind] for kind in HOOKS for number in self._inner]
         self._find_configurations()
-        configured = [(one.entries, one.plain_names()) for one in self._configurations.values()]
+        configured = [(one.entries, list(one.plain_entries())) for one in self._configurations.values()]
         forwards = [(held, ["forward"]) for held in self._held if "forward" in held]
         recorded = self._compared + configured + forwards + [(table, list(table)) for table in tables]
         self._recorded = DictRecord(recorded, is_small_container)
@@ -326,14 +326,15 @@ class Contract:
 
     def _digest_of_settings(self) -> bytes:
         """Return the digest of settings, but for those that forward sets."""
-        compared = [(number, held, names) for number, (held, names) in enumerate(self._compared)]
-        compared += [(one.number, one.entries, one.plain_names()) for one in self._configurations.values()]
         attributes = [
             ((number, name), held[name])
-            for number, held, names in compared
+            for number, (held, names) in enumerate(self._compared)
             for name in names
             if (number, name) not in self._written and name in held  # forward may have deleted it
         ]
+        for one in self._configurations.values():
+            entries = [((one.number, name), value) for name, value in one.plain_entries().items()]
+            attributes += [(key, value) for key, value in entries if key not in self._written]
         return self._digest.of(attributes, dict(enumerate(self._modules)), self._inner)
 
     def _is_unchanged(self) -> bool:
@@ -348,7 +349,7 @@ class Contract:
             if key not in NOT_PLAIN
         }
         for one in self._configurations.values():
-            attributes |= {(one.number, name): (one.entries[name], 0) for name in one.plain_names()}
+            attributes |= {(one.number, name): (value, None) for name, value in one.plain_entries().items()}
         return attributes
 
     def _note_written(self, keys: set[Key], settings: bytes) -> None:

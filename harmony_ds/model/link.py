@@ -219,4 +219,11 @@ class ParameterLink:
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:
-    return torch._C._has_storage(a) and a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    """Return whether the storage of `a` is, or is a part of, that of `b`, or the other way around."""
+    if not torch._C._has_storage(a):
+        return False
+    one, other = a.untyped_storage(), b.untyped_storage()
+    if one._cdata == other._cdata:
+        return True
+    begin, end = other.data_ptr(), other.data_ptr() + other.nbytes()
+    return begin < one.data_ptr() + one.nbytes() and one.data_ptr() < end

@@ -138,7 +138,15 @@ class OutsideSettings:
 
 
 class ModuleSettings:
-    """Settings of one model's modules.
+    """Settings of one model's modules, each of which is in one of these conditions:
+
+        compared    as all are at first: a change is looked for at each layer call
+        noted       a pass that measures has set it (`_noted`); `end_pass` decides: exchanged or shared
+        unseen      a step has set it, and no pass that measures had (`_unseen`): it is undone, the model is measured again,
+                    and the setting is doubtful (`_doubtful`); found again, it is exchanged
+        left        a mode that a lane has set after its last layer call (`_left_modes`): as unseen ones
+        exchanged   each lane has its own (`_exchanged`); not compared any more (`_skipped`)
+        shared      all lanes have one, such as what layers set in their own calls; not compared any more (`_skipped`)
 
     Attributes:
         engines: the settings outside of lanes, for lanes that have made none of their own; None: they are not known.

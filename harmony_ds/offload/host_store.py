@@ -28,7 +28,7 @@ from harmony_ds.distributed import SINGLE_PROCESS, SingleProcess
 from harmony_ds.offload.disk import DiskMasters
 from harmony_ds.offload.disk_weights import DiskWeights
 from harmony_ds.offload.host_memory import trim_allocator
-from harmony_ds.offload.layout import ByteRegion, Region, layout_of
+from harmony_ds.offload.layout import ByteRegion, Region, layout_of, with_storage_of_its_own
 from harmony_ds.offload.packed import OwnedBuffer, Packed
 from harmony_ds.offload.split_masters import SplitMasters
 
@@ -124,7 +124,7 @@ class HostStore:
                 self._fill(name, parameter, view)
                 filled[place.start + view.numel() : place.end].zero_()
             before = parameter.data
-            parameter.data = place.view(slab)
+            parameter.data = with_storage_of_its_own(place.view(slab))
             freed_bytes += before.numel() * before.element_size()
             del before  # frees its memory, unless the caller holds a reference
         if self.disk_weights is not None and self._world.is_local_first:

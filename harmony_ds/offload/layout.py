@@ -35,6 +35,16 @@ class ByteRegion(Region):
         return buffer[self.start : self.end].view(torch.uint8)
 
 
+def with_storage_of_its_own(view: Tensor) -> Tensor:
+    """Return a contiguous part of a buffer over the same memory, as a storage by itself: `torch.save` writes them whole."""
+    if view.is_meta or view.numel() == 0:
+        return view
+    storage = view.untyped_storage()
+    start = view.storage_offset() * view.element_size()
+    part = storage[start : start + view.nbytes]  # which keeps the memory
+    return torch.empty(0, dtype=view.dtype, device=view.device).set_(part, 0, view.shape, view.stride())
+
+
 @functools.cache
 def _strides(shape: torch.Size) -> tuple[int, ...]:
     return torch.empty(shape, device="meta").stride()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -41,11 +41,26 @@ def parameters_in(groups: Iterable[Any]) -> Iterator[nn.Parameter]:
             yield entry[1] if isinstance(entry, tuple) else entry
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Adopted:
+    """What an optimizer of the program's has had before masters came in the place of its parameters.
+
+    Attributes:
+        groups: the parameters of each group, and their names if the optimizer has such.
+        frozen_state: the state of frozen parameters.
+    """
+
+    optimizer: torch.optim.Optimizer
+    groups: list[tuple[list[nn.Parameter], list[str] | None]]
+    frozen_state: dict[Any, Any]
+
+
 class Masters:
     """The masters of a model's parameters, to be put in the place of the parameters in an optimizer."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], masters: Mapping[str, nn.Parameter]) -> None:
         self._master_of = {id(p): masters.get(name) for name, p in parameters.items()}
+        self._adopted: list[_Adopted] = []
 
     def groups(self, given: ParameterGroups) -> list[dict[str, Any]]:
         """Return parameter groups of masters, without frozen parameters; OptimizerError: one is not the model's."""
@@ -71,7 +86,11 @@ class Masters:
         return masters
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace parameters by masters in the groups and the state of the user's optimizer."""
+        """Replace parameters by masters in the groups and the state of the user's optimizer, without frozen ones."""
+        groups = [(list(group["params"]), group.get("param_names")) for group in optimizer.param_groups]
+        frozen = [key for key in optimizer.state if id(key) in self._master_of and self._master_of[id(key)] is None]
+        frozen_state = {key: optimizer.state.pop(key) for key in frozen}
+        self._adopted.append(_Adopted(optimizer, groups, frozen_state))
         for group in optimizer.param_groups:
             if "param_names" in group:
                 pairs = zip(group["params"], group["param_names"], strict=True)
@@ -81,6 +100,21 @@ class Masters:
             master = self._master_of.get(id(key)) if isinstance(key, torch.Tensor) else None
             if master is not None and master is not key:
                 optimizer.state[master] = optimizer.state.pop(key)
+
+    def give_back_frozen(self) -> None:
+        """Put frozen parameters, and their state, into the optimizers again that have had them: they may be trained later.
+
+        The masters have been replaced by the model's own parameters.
+        """
+        for adopted in self._adopted:
+            groups = adopted.optimizer.param_groups
+            for group, (parameters, names) in zip(groups, adopted.groups, strict=False):  # the program may add groups
+                known = set(map(id, parameters))
+                group["params"] = parameters + [one for one in group["params"] if id(one) not in known]
+                if names is not None:
+                    group["param_names"] = names
+            adopted.optimizer.state.update(adopted.frozen_state)
+        self._adopted.clear()
 
 
 def build_optimizer(

@@ -15,6 +15,7 @@ from harmony_ds.model.intercept import Interception
 from harmony_ds.offload.host_store import HostStore
 from harmony_ds.offload.ledger import Ledger
 from harmony_ds.optim.host_optimizer import HostOptimizer
+from harmony_ds.optim.optimizers import Masters
 from harmony_ds.runtime.executor import Executor
 from harmony_ds.runtime.leftovers import Leftovers
 from harmony_ds.runtime.runtime import Runtime
@@ -31,6 +32,7 @@ class EngineState:
         layers: of the model.
         optimizer: the program's, or the ds_config's; None: there is none.
         host_optimizer: steps it, layer by layer, in host memory.
+        masters: that stand in the place of the program's parameters in its optimizer.
     """
 
     device: Device
@@ -46,6 +48,7 @@ class EngineState:
     layers: tuple[Layer, ...]
     optimizer: torch.optim.Optimizer | None
     host_optimizer: HostOptimizer | None
+    masters: Masters
 
     def wait_for_updates(self) -> None:
         """Wait for all updates on the host, and for queued copies that read its memory."""
@@ -96,6 +99,7 @@ class EngineState:
         if self.host_optimizer is not None:
             self.host_optimizer.unwatch_state()
             self.host_optimizer.restore_parameters(self.store.parameters)
+            self.masters.give_back_frozen()
             self.host_optimizer.close()
         self.interception.remove()
         self.runtime.installation.remove()

@@ -373,6 +373,14 @@ class PendingMicroBatch:
 
         Else some other scalar of them, whose backward pass takes about as long. None: no output requires a gradient.
         """
+        loss = self.own_loss(outputs)
+        if loss is not None:
+            return loss
+        parts = [_surrogate_part(tensor) for tensor in tensors_in(outputs) if tensor.requires_grad]
+        return sum(parts[1:], parts[0]) if parts else None
+
+    def own_loss(self, outputs: Any) -> Tensor | None:
+        """Return the program's own loss; None: it cannot be computed from `outputs`, of another shape or alone."""
         used = [
             (node, node.read) for node in self.loss.outputs_used if node.sources[0] is self and node.read is not None
         ]
@@ -384,8 +392,7 @@ class PendingMicroBatch:
             alike = all(node.shape.numel() == 1 or read(outputs).shape == node.shape for node, read in used)
             if alike and not in_tiles:
                 return self.loss.sum({self: outputs}, detached=True)[0]
-        parts = [_surrogate_part(tensor) for tensor in tensors_in(outputs) if tensor.requires_grad]
-        return sum(parts[1:], parts[0]) if parts else None
+        return None
 
     # ---- its end
 

@@ -79,9 +79,9 @@ def check_grouping(context: StepContext, losses: Sequence[SharedLoss]) -> bool:
         with runtime.contract.running(), passes.opened():
             for member in members:
                 assert isinstance(member, PendingMicroBatch)
-                sample = sample_of(member, context)
-                if len(member.loss.members) > 1:
-                    sample = replace(sample, surrogate_loss=partial(_add_outputs, member, outputs))
+                is_shared = len(member.loss.members) > 1
+                own_loss = partial(_add_outputs, member, outputs) if is_shared else member.own_loss
+                sample = replace(sample_of(member, context), surrogate_loss=own_loss)
                 with called_as(member, context):
                     loss = passes.loss(sample)
                 if loss is not None:

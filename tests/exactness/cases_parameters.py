@@ -33,7 +33,7 @@ from tests.exactness.models import (
     under,
     weights,
 )
-from tests.exactness.sides import Setting, Side
+from tests.exactness.sides import Setting, Side, Stay
 
 # ---- other tensors in the place of the engine's
 
@@ -146,6 +146,45 @@ def dropout_exchanged_and_a_call_in_eval_mode(side: Side) -> Found:
         engine.backward(loss)
         engine.step()
     return weights(model)
+
+
+@case(Setting(4, 0.0), Setting(4, 0.0, Stay.RESIDENT))
+def trained_again_after_an_engine_that_froze_it(side: Side) -> Found:
+    """A block is frozen for a first engine; a second one trains it, with the same optimizer, which has had state of it."""
+    model = Net()
+    optimizer = adamw(model)
+    for x, y in batches(2):
+        model(x, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.blocks[1].requires_grad_(False)
+    engine = side.initialize(model, optimizer)
+    train(engine, batches(side.accumulation))
+    engine.destroy()
+    model.requires_grad_(True)
+    engine = side.initialize(model, optimizer)
+    losses = train(engine, batches(2 * side.accumulation, seed=2))
+    numbers = [number for group in optimizer.state_dict()["param_groups"] for number in group["params"]]
+    return {**weights(model), "losses": losses, "parameters": torch.tensor(len(numbers))}
+
+
+class Labelled(Net):
+    """Gives logits of rows with a label above 1 alone."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        assert labels is not None
+        return self.head(self.body(x))[labels > 1]
+
+
+@case()
+def outputs_of_as_many_rows_as_the_data_says(side: Side) -> Found:
+    """The number of rows that forward returns depends on labels, and the loop makes a loss of them by itself."""
+
+    def loss(engine: Any, x: Tensor, labels: Tensor) -> Tensor:
+        logits = engine(x, labels)
+        return logits.square().sum() + logits.mean()
+
+    return trained(side, Labelled(), adamw, loss, rows=6)
 
 
 class Averaging(Block):

@@ -29,12 +29,27 @@ def test_every_parameter_starts_at_a_multiple_of_64_bytes(dtype: torch.dtype) ->
     assert {p.dtype for p in one.model.parameters()} == {dtype}
 
 
-def test_parameters_are_views_of_one_slab_per_layer() -> None:
+def test_parameters_lie_in_one_slab_per_layer() -> None:
     one = stored(odd_sizes())
-    storages = {name: p.untyped_storage().data_ptr() for name, p in one.model.named_parameters()}
-    assert storages["0.weight"] == storages["0.bias"]
-    assert len(set(storages.values())) == 3
+    weights = {name: one.store.weight(name) for name, _ in one.model.named_parameters()}
+    slabs = {name: weight.untyped_storage().data_ptr() for name, weight in weights.items()}
+    assert slabs["0.weight"] == slabs["0.bias"]
+    assert len(set(slabs.values())) == 3
+    assert {name: p.data_ptr() for name, p in one.model.named_parameters()} == {
+        name: weight.data_ptr() for name, weight in weights.items()
+    }
     assert one.store.host_bytes() == {"weights": 2 * (128 + 64) + (64 + 64), "masters": 0}
+
+
+def test_a_file_of_one_parameter_holds_that_alone() -> None:
+    """`torch.save` writes whole storages: adapters are saved without the frozen weights of their layers."""
+    one = stored(odd_sizes())
+    for name, parameter in one.model.named_parameters():
+        assert parameter.untyped_storage().nbytes() == parameter.nbytes, name
+    one.store.release()
+    with torch.no_grad():
+        one.model.get_parameter("0.weight").fill_(2.0)
+    assert (one.store.weight("0.weight") == 2.0).all()
 
 
 def test_in_fp32_parameters_are_their_own_masters() -> None:
