@@ -247,6 +247,18 @@ def bitsandbytes_int8(linear: nn.Linear) -> nn.Module:
     return made.to("cpu")
 
 
+def bitsandbytes_parametrized(quant_type: str) -> Callable[..., nn.Module]:
+    """Return what gives a layer a weight that a parametrization dequantizes (as bitsandbytes does for experts)."""
+
+    def quantize(linear: nn.Linear) -> nn.Module:
+        from bitsandbytes.nn.parametrize import replace_parameter_4bit
+
+        replace_parameter_4bit(linear, "weight", compress_statistics=True, quant_type=quant_type)
+        return linear
+
+    return quantize
+
+
 def torchao(make_config: Callable[[Any], Any]) -> Callable[..., nn.Module]:
     def quantize(linear: nn.Linear) -> nn.Module:
         from torchao import quantization
@@ -291,6 +303,7 @@ KINDS: dict[str, Callable[[nn.Linear], nn.Module]] = {
     "bitsandbytes NF4, double": bitsandbytes_4bit("nf4", double=True),
     "bitsandbytes NF4, in bf16": bitsandbytes_4bit("nf4", double=True, storage=torch.bfloat16),
     "bitsandbytes FP4": bitsandbytes_4bit("fp4", double=False),
+    "bitsandbytes NF4, parametrized": bitsandbytes_parametrized("nf4"),
     "bitsandbytes int8": bitsandbytes_int8,
     "torchao int8": torchao(lambda q: q.Int8WeightOnlyConfig()),
     "torchao float8": torchao(lambda q: q.Float8WeightOnlyConfig()),

@@ -242,6 +242,7 @@ class Installation:
         return LayerParameters(
             {module: self._names[module] for module in own},
             {module: [p.harmony_host for p in self._phantoms[module].values() if p is not None] for module in own},
+            frozenset(inside),
             has_buffers=has_buffers,
             has_packed=has_buffers or any(not self._packed.isdisjoint(self._names[module].values()) for module in own),
         )
@@ -286,12 +287,14 @@ class LayerParameters:
         self,
         names: Mapping[nn.Module, Mapping[str, str]],
         hosts: Mapping[nn.Module, Sequence[nn.Parameter]],
+        modules: frozenset[nn.Module],
         *,
         has_buffers: bool,
         has_packed: bool,
     ) -> None:
         self._names = names  # canonical, of each module's parameters
         self._hosts = hosts
+        self._modules = modules  # of the layer, those without parameters, too
         self.has_packed = has_packed
         self._has_buffers = has_buffers  # such as are swapped with its weights
         self._all = {name for own in names.values() for name in own.values()}
@@ -313,14 +316,15 @@ class LayerParameters:
             own = {key: leaves[name] for key, name in names.items() if name in leaves}
             parameters = CallParameters({**module._parameters, **own})
             items.append((module.__dict__, "_parameters", parameters))
-            if module in leaves.attributes:
-                items += [(module.__dict__, key, value) for key, value in leaves.attributes[module].items()]
             if isinstance(module, nn.RNNBase):
                 # It computes with a list. If it made that itself, it would move parameters into cuDNN's memory.
                 weights = [parameters.get(name) for name in module._flat_weights_names]
                 items.append((module.__dict__, "_flat_weights", weights))
                 refs = [w if w is None else weakref.ref(w) for w in weights]
                 items.append((module.__dict__, "_flat_weight_refs", refs))
+        for module, attributes in leaves.attributes.items():
+            if module in self._modules:
+                items += [(module.__dict__, key, value) for key, value in attributes.items()]
         if leaves.keys() >= self._all:  # other entries of the modules may change until the next call
             leaves.cache[self] = items
         return items

@@ -3,7 +3,8 @@
     plain, of another dtype     uint8 codes, float8, fp32 scales, bf16 where fp32 computes     its own bytes
     wrapper                     a class with `__tensor_flatten__` (torchao)                    those of its inner tensors
     subclass with memory        made by `torch.Tensor._make_subclass` (bitsandbytes)           its own, and its attributes'
-    quantized ones, too         attributes of the modules that own it (HQQ's `meta`)           those of plain tensors there
+    quantized ones, too         attributes of the modules that own it (HQQ's `meta`), and      those of plain tensors there
+                                of its parametrizations (bitsandbytes' experts)
 
 On the host, all these plain tensors become views of one run of bytes in a slab, so that whoever holds one sees it. On the
 device, an object of the same kind is made over the bytes that arrived, which copies and computes nothing. No library is
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from harmony_ds.decomposer.graph import slab_bytes
 from harmony_ds.errors import ModelError
@@ -96,7 +98,7 @@ class Packed:
                 "Its class needs __tensor_flatten__ and __tensor_unflatten__, or memory of its own; or dequantize it."
             ) from error
         parts = "; ".join(f"{part.dtype}{list(part.shape)}" for part in self._parts)
-        settings = ", ".join(recipes.settings(tensor))
+        settings = ", ".join(one for holder in self._setting_holders() for one in recipes.settings(holder))
         self.kind = f"{type(tensor).__module__}.{type(tensor).__qualname__} of {parts} ({settings})"
 
     def _find_parts(self) -> None:
@@ -168,6 +170,14 @@ class Packed:
                 if recipe is not None:
                     found.append((module, key, recipe))
         return found
+
+    def _setting_holders(self) -> list[Any]:
+        """Return the objects whose attributes say how it is quantized: itself, or what its modules hold for a plain one."""
+        holders: list[Any] = [self._tensor]
+        if self.is_of_plain_class:
+            held = [getattr(module, key) for module, key, _ in self._attributes]
+            holders += [one for one in held if hasattr(one, "__dict__") and not isinstance(one, Tensor)]
+        return holders
 
     @property
     def is_plain(self) -> bool:
@@ -288,7 +298,7 @@ def find_packed(model: nn.Module, dtype: torch.dtype, *, casts_frozen: bool) -> 
     owners: dict[int, list[nn.Module]] = {}
     for module in model.modules():
         for parameter in _own_parameters(module):
-            owners.setdefault(id(parameter), []).append(module)
+            owners.setdefault(id(parameter), []).extend(_with_parametrizations(module))
     quantized = {id(parameter) for parameter in model.parameters() if is_quantized(parameter)}
     cast: set[int] = set()
     if casts_frozen:
@@ -361,6 +371,11 @@ def is_quantized(parameter: Tensor) -> bool:
 def stored_bytes(packed: Mapping[str, Packed], model: nn.Module) -> dict[int, int]:
     """Return the bytes of packed parameters by the parameter's id."""
     return {id(p): packed[name].nbytes for name, p in model.named_parameters() if name in packed}
+
+
+def _with_parametrizations(module: nn.Module) -> list[nn.Module]:
+    """Return a module that holds a parameter, and the modules that make another value of it: they may hold its scales."""
+    return [module, *module] if isinstance(module, ParametrizationList) else [module]
 
 
 def _own_parameters(module: nn.Module) -> list[nn.Parameter]:

@@ -133,19 +133,23 @@ def test_a_base_eight_times_its_budget_trains_to_plain_pytorchs_bits() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_bytes_are_what_is_swapped_and_nothing_of_the_base_stays(kind: str) -> None:
-    """Each code goes in once forward and once backward; scales and zeros take at most an eighth of that."""
     model = quantized.build(kind)
-    wide = [p for p in model.parameters() if p.is_floating_point() and type(p) is nn.Parameter and p.dtype.itemsize > 1]
-    beside = sum(parameter.nbytes for parameter in wide)
     with engine_for(model, lambda _: adamw_of(model), config_of(ACCUMULATION, None, {"pack_layers": 1})) as engine:
         loop(engine, GROUPS[:1])
         engine.finish_updates()
         report = engine.swap_report()
         held = assembly_of(engine).store.buffers
+    assert_swapped_once_a_pass(kind, model, report)
+    assert all(b.nbytes < 1024 or name in held for name, b in model.named_buffers())
+
+
+def assert_swapped_once_a_pass(kind: str, model: nn.Module, report: Any) -> None:
+    """Each code goes in once forward and once backward; scales and zeros take at most an eighth of that."""
+    wide = [p for p in model.parameters() if p.is_floating_point() and type(p) is nn.Parameter and p.dtype.itemsize > 1]
+    beside = sum(parameter.nbytes for parameter in wide)
     swapped = report.host_to_device["weights"]
     expected = 2 * quantized.stored_bytes(kind, model)
     assert report.ratio == 1.0 and expected <= swapped <= 1.125 * expected + 2 * beside
-    assert all(b.nbytes < 1024 or name in held for name, b in model.named_buffers())
 
 
 def test_the_program_sees_the_same_base_before_and_after() -> None:
@@ -369,10 +373,11 @@ def test_exports_of_plain_weights_hold_codes_in_buffers_as_they_are(tmp_path: Pa
         ("bitsandbytes NF4", "bitsandbytes FP4"),
         ("bitsandbytes NF4", "torchao int8"),
         ("torchao int8", "torchao float8"),
+        ("bitsandbytes NF4, parametrized", quantized.bitsandbytes_parametrized("fp4")),
     ],
 )
 def test_a_checkpoint_of_another_quantization_is_refused_before_anything_is_restored(
-    saved: str, other: str, tmp_path: Path
+    saved: str, other: str | Callable[..., nn.Module], tmp_path: Path
 ) -> None:
     first, second = quantized.build(saved), quantized.build(other)
     with engine_for(first, lambda _: adamw_of(first), config_of(ACCUMULATION)) as engine:
