@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
+from peft import (
+    AdaLoraConfig,
+    IA3Config,
+    LoraConfig,
+    OFTConfig,
+    PeftConfig,
+    PeftModel,
+    PrefixTuningConfig,
+    PromptTuningConfig,
+    VeraConfig,
+    get_peft_model,
+    prepare_model_for_kbit_training,
+)
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, TorchAoConfig
 
@@ -87,6 +100,33 @@ def test_a_base_from_pretrained_trains_and_merges_as_in_plain_pytorch(
     merged, merged_plainly = model.merge_and_unload().eval(), plain.merge_and_unload().eval()
     with torch.no_grad():
         assert torch.equal(merged(**batch).logits, merged_plainly(**batch).logits)
+
+
+METHODS = [
+    VeraConfig(r=4, target_modules=["q_proj", "o_proj"]),
+    IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    AdaLoraConfig(r=4, target_modules=["q_proj", "up_proj"], total_step=100),
+    OFTConfig(r=0, oft_block_size=32, target_modules=["q_proj", "up_proj"]),
+    PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+    PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+]
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.peft_type.value)
+def test_other_methods_of_peft_train_on_a_quantized_base_as_in_plain_pytorch(folder: Path, method: PeftConfig) -> None:
+    def build() -> PeftModel:
+        model = prepare_model_for_kbit_training(loaded(folder, "nf4"))
+        torch.manual_seed(4)
+        return get_peft_model(model, copy.deepcopy(method)).train()
+
+    plain, model = build(), build()
+    expected = train_plainly(plain, GROUPS, adamw_of(plain), clip=None, seed_of=seed_of)
+    optimizer = adamw_of(model)
+    with engine_for(model, lambda _: optimizer, config_of(ACCUMULATION, None, {"pack_layers": 1})) as engine:
+        assert loop(engine, GROUPS) == expected
+        assert engine.swap_report().ratio == 1.0
+    wanted = trained_by(plain)
+    assert all(torch.equal(weight, wanted[name]) for name, weight in trained_by(model).items())
 
 
 def test_two_adapters_on_one_base_train_in_turn(folder: Path) -> None:
