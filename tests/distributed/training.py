@@ -214,13 +214,18 @@ def state_tensors(engine: Any) -> tuple[dict[str, Tensor], dict[str, Tensor], di
     from harmony_ds.utils import safe_get_full_fp32_param
 
     names = dict(engine.module.named_parameters())
-    weights = {name: p.detach().clone() for name, p in names.items()}
+    weights = {name: picklable(p.detach().clone()) for name, p in names.items()}
     masters = {name: safe_get_full_fp32_param(p) for name, p in names.items() if p.requires_grad}
     trained = [name for name, p in names.items() if p.requires_grad]  # frozen ones are in no group of the engine's
     state = {}
     for index, values in engine.optimizer.state_dict()["state"].items():
         state[trained[index]] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in values.items()}
     return weights, masters, state
+
+
+def picklable(tensor: Tensor) -> Tensor:
+    """Return the same numbers in a dtype that pickles can hold, which float8 is not."""
+    return tensor.float() if tensor.dtype is torch.float8_e4m3fn else tensor
 
 
 def _summed(several: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -296,7 +301,8 @@ def train_plainly(training: Training, size: int, servers: Sequence[Sequence[int]
     names = list(parameters)
     state = {names[index]: values for index, values in optimizer.state_dict()["state"].items()}
     own = {name: master for name, master in masters.items() if parameters[name].requires_grad}
-    return [Result(losses[rank], norms, dict(parameters), own, state) for rank in range(size)]
+    weights = {name: picklable(parameter) for name, parameter in parameters.items()}
+    return [Result(losses[rank], norms, weights, own, state) for rank in range(size)]
 
 
 def train_all(several: Sequence[Training]) -> list[Result]:
