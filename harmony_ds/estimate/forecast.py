@@ -21,7 +21,7 @@ from harmony_ds.scheduler.host_room import cast_bytes, waiting_of
 from harmony_ds.scheduler.joining import Advice, JoinedCosts, advise
 from harmony_ds.scheduler.plan import Plan
 from harmony_ds.scheduler.profile import Machine
-from harmony_ds.scheduler.search import Choice, search
+from harmony_ds.scheduler.search import Choice, Fastest, search
 from harmony_ds.scheduler.simulate import Prediction, simulate
 from harmony_ds.scheduler.swaps import zero3_offload_bytes
 
@@ -106,8 +106,11 @@ _CHOICES = 10
 """Plans among which the allocator's needs decide."""
 
 
-def forecast(survey: Survey, host_budget_bytes: int | None = None) -> Forecast:
+def forecast(survey: Survey, host_budget_bytes: int | None = None, known: Fastest | None = None) -> Forecast:
     """Return the forecast of the fastest plan that host memory holds; if it holds none, of the fastest plan of all.
+
+    Args:
+        known: of `search`, for forecasts of this model on this machine.
 
     Raises:
         DoesNotFitError: no plan fits the device.
@@ -119,7 +122,7 @@ def forecast(survey: Survey, host_budget_bytes: int | None = None) -> Forecast:
     top = _CHOICES if request.thorough else 1
 
     def search_with(less: PlanRequest) -> tuple[Choice, ...]:
-        return search(survey.graph, survey.costs, survey.profile.machine, survey.element, less, top)
+        return search(survey.graph, survey.costs, survey.profile.machine, survey.element, less, top, known)
 
     if survey.fragment_bytes:
         with suppress(DoesNotFitError):

@@ -74,8 +74,9 @@ class CandidateEstimator:
         walked = zip(plan.tasks, profile.devices, profile.weight_bytes, profile.activation_bytes, strict=True)
         for task, device, weights, rest in walked:
             if (numbers := stages.get(task.kind)) is not None:
-                now[device] = numbers[task.pack]
-            stage = now.get(device, 0)
+                stage = now[device] = numbers[task.pack]
+            else:
+                stage = now.get(device, 0)
             peaks[stage] = max(peaks[stage], weights + rest)
         base = resident_bytes(packing, plan.policy, self._request)
         return [base + peak for peak in peaks]

@@ -200,7 +200,6 @@ class _ServedByPriority:
 
 def _dependencies(jobs: Sequence[Job]) -> tuple[list[int], list[list[int]]]:
     """Return for how many jobs each one waits, and which ones wait for it."""
-    assert all(before < place for place, job in enumerate(jobs) for before in job.after), "a job waits for a later one"
     last_on: dict[str, int] = {}
     missing: list[int] = []
     followers: list[list[int]] = [[] for _ in jobs]
@@ -212,6 +211,7 @@ def _dependencies(jobs: Sequence[Job]) -> tuple[list[int], list[list[int]]]:
             last_on[stream] = place
         missing.append(len(before))
         for other in before:
+            assert other < place, "a job waits for a later one"
             followers[other].append(place)
     return missing, followers
 

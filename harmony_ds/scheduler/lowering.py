@@ -36,7 +36,7 @@ _CROSSING_OUT = (TaskKind.CROSSING_OUT, TaskKind.CROSSING_GRADIENTS_OUT)
 _CROSSING_IN = (TaskKind.CROSSING_IN, TaskKind.CROSSING_GRADIENTS_IN)
 _MOVES_OUT = (TaskKind.STASH_OUT, *_CROSSING_OUT)
 _MOVES_IN = (TaskKind.STASH_IN, *_CROSSING_IN)
-_THROUGH = (*_STASHING, *_MOVES_OUT, *_MOVES_IN)
+_THROUGH = frozenset((*_STASHING, *_MOVES_OUT, *_MOVES_IN))
 STASH_PIECES = 16
 """In so many pieces, at most, the stash of all micro-batches for one pack is simulated."""
 _ADDITION, _SCALING = 3.0, 2.0
@@ -68,6 +68,7 @@ class Lowering:
         self._costs = costs
         self._machine = machine
         self._times: dict[tuple[TaskKind, int], float] = {}  # of one micro-batch through a pack
+        self._unlayered = tuple(pack.index for pack in plan.packing.unlayered_packs)
         self._runs = _merged(plan.tasks, -(-plan.micro_batches // pieces), counts)
         self._steps = 0
         self._rounds = 1 if plan.policy.grouping else plan.micro_batches
@@ -205,8 +206,7 @@ class Lowering:
 
     def _run(self, several: _Several, pack: Pack) -> None:
         task = several.tasks[0]
-        needed = (task.pack, *(pack.index for pack in self._plan.packing.unlayered_packs))
-        arrived = [self._arrived[index] for index in needed if index in self._arrived]
+        arrived = [self._arrived[index] for index in (task.pack, *self._unlayered) if index in self._arrived]
         stash = self._stash_back(task.pack, several.micro_batches) if task.kind is TaskKind.BACKWARD else ()
         moved = [self._moved.pop((one.pack, one.micro_batch), -1) for one in several.tasks] if self._moved else []
         crossed = (
@@ -214,12 +214,9 @@ class Lowering:
         )
         came = sorted(job for job in (*moved, *crossed) if job >= 0)
         after = (*arrived, *self._compute_after.pop(pack.device, ()), *stash, *came)
-        if (task.kind, task.pack) not in self._times:
-            copies_ms = self._slices_in_ms(task, pack) if self._plan.policy.slices_from_host else 0.0
-            self._times[task.kind, task.pack] = run_ms(task.kind, pack, self._costs) + copies_ms
-        duration = self._times[task.kind, task.pack]
-        first = task.pack in self._plan.packing.forward[:1] or not self._plan.packing.forward
-        duration += self._costs.head_ms if first and task.kind not in BACKWARD_KINDS else 0.0
+        duration = self._times.get((task.kind, task.pack))
+        if duration is None:
+            duration = self._times[task.kind, task.pack] = self._run_ms(task, pack)
         # One thread issues the work of several devices; that of one was measured with what issuing it takes.
         issue_ms = duration * self._costs.issue_share * (self._plan.policy.pipeline > 1)
         ran = self._compute(several, several.micro_batches * duration, after, issue_ms)
@@ -227,6 +224,13 @@ class Lowering:
             self._compute_after[pack.device].append(self._crossing_leaving.pop(pack.device))
         if self._plan.policy.pipeline > 1:
             self._ran.update((one.micro_batch, ran) for one in several.tasks)
+
+    def _run_ms(self, task: Task, pack: Pack) -> float:
+        """Return how long one micro-batch takes through the pack, with what comes before the model's first layer call."""
+        copies_ms = self._slices_in_ms(task, pack) if self._plan.policy.slices_from_host else 0.0
+        duration = run_ms(task.kind, pack, self._costs) + copies_ms
+        first = task.pack in self._plan.packing.forward[:1] or not self._plan.packing.forward
+        return duration + (self._costs.head_ms if first and task.kind not in BACKWARD_KINDS else 0.0)
 
     def _stash_back(self, pack: int, count: int) -> tuple[int, ...]:
         """Return the jobs that bring the stash of the pack's next `count` micro-batches back, as far as it left."""
@@ -402,8 +406,7 @@ def _merged(tasks: tuple[Task, ...], at_once: int, counts: Sequence[int]) -> lis
             _Several((task,), counts[task.micro_batch] if counts and task.micro_batch >= 0 else 1)
             for task in tasks_there
         ]
-        visit = _Visit(there)
-        if through and visit.is_alternating:
+        if through and (visit := _Visit(there)).is_alternating:
             merged += visit.cut(at_once)
             continue
         for kind, same in groupby(there, key=lambda one: one.tasks[0].kind):
@@ -418,17 +421,14 @@ class _Visit:
     """The tasks of a pack's runs in one pass, and what moves between them."""
 
     def __init__(self, there: list[_Several]) -> None:
+        by_kind: defaultdict[TaskKind, list[_Several]] = defaultdict(list)
+        for one in there:
+            by_kind[one.tasks[0].kind].append(one)
         self._runs = [one for one in there if one.tasks[0].kind in RUNS]
-        self._out = self._of_kinds(there, _MOVES_OUT)
-        self._in = self._of_kinds(there, _MOVES_IN)
+        self._out = [by_kind[kind] for kind in _MOVES_OUT if kind in by_kind]
+        self._in = [by_kind[kind] for kind in _MOVES_IN if kind in by_kind]
         # Runs for which what comes back came before all of these tasks.
         self._early = _count(self._runs) - _count(self._in[0]) if self._in else 0
-
-    @staticmethod
-    def _of_kinds(there: list[_Several], kinds: Sequence[TaskKind]) -> list[list[_Several]]:
-        """Return the tasks of each kind of move that there is."""
-        by_kind = [[one for one in there if one.tasks[0].kind is kind] for kind in kinds]
-        return [moves for moves in by_kind if moves]
 
     @property
     def is_alternating(self) -> bool:

@@ -20,6 +20,7 @@ from harmony_ds.scheduler.crossing import waiting_bytes
 from harmony_ds.scheduler.pack_bytes import PackBytes, with_stash_on_host
 from harmony_ds.scheduler.plan import Pack, Task, TaskKind
 
+_STASH_MOVES = (TaskKind.STASH_OUT, TaskKind.STASH_IN)
 _LEAVE_AFTER_RUNS = (TaskKind.STASH_OUT, TaskKind.CROSSING_OUT, TaskKind.CROSSING_GRADIENTS_OUT)
 
 
@@ -109,9 +110,9 @@ class MemoryWalks:
             others, shared_losses: see `walk_memory`.
         """
         device_count = 1 + max(pack.device for pack in packs)
-        moves_stash = any(task.kind in (TaskKind.STASH_OUT, TaskKind.STASH_IN) for task in tasks)
+        kinds = {task.kind for task in tasks}
         # On several devices each pack has what it takes for itself, as it has where its stash waits on the host.
-        stash_on_host = device_count > 1 or moves_stash or self._slices_from_host
+        stash_on_host = device_count > 1 or not kinds.isdisjoint(_STASH_MOVES) or self._slices_from_host
         view = self.view(packs, stash_on_host)
         other_views = self._views_by_micro_batch(packs, others or {}, stash_on_host)
         devices = [
@@ -122,16 +123,10 @@ class MemoryWalks:
         for pack in packs:
             if not pack.positions and pack.index not in swapped_in:  # an earlier part of the step brought it
                 devices[pack.device].load_weights(pack.index)
-        weights: list[int] = []
-        activations: list[int] = []
-        device_of_task: list[int] = []
-        for task in tasks:
-            device = packs[task.pack].device
-            weight_bytes, activation_bytes = devices[device].run_task(task)
-            weights.append(weight_bytes)
-            activations.append(activation_bytes)
-            device_of_task.append(device)
-        return MemoryProfile(tuple(weights), tuple(activations), tuple(device_of_task))
+        device_of_task = [packs[task.pack].device for task in tasks] if device_count > 1 else [0] * len(tasks)
+        held = [devices[device].run_task(task) for device, task in zip(device_of_task, tasks, strict=True)]
+        weights, activations = zip(*held, strict=True) if held else ((), ())
+        return MemoryProfile(weights, activations, tuple(device_of_task))
 
     def view(self, packs: tuple[Pack, ...], stash_on_host: bool) -> CostView:
         """Return what micro-batches add in these packs; `stash_on_host`: whether any stash waits there."""
@@ -203,6 +198,9 @@ class _BytesByOwner:
 
     def __contains__(self, owner: object) -> bool:
         return owner in self._by_owner
+
+    def __len__(self) -> int:
+        return len(self._by_owner)
 
 
 class DeviceMemory:
@@ -276,20 +274,14 @@ class DeviceMemory:
         )  # by pack: sums of gradients, while those of one shared loss are added up
         self._held_between_passes: dict[int, int] = {}  # by micro-batch, where it is not what the table says
         self._has_run: set[int] = set()  # micro-batches that an earlier task has run, or brought stash of
-        self._computing: dict[TaskKind, Callable[[Task, PackBytes], int]] = {
-            TaskKind.FORWARD: self._run_forward,
-            TaskKind.FUSED: self._run_fused,
-            TaskKind.BACKWARD: self._run_backward,
-            TaskKind.FORWARD_FOR_GRAPH: self._run_forward,
-            TaskKind.BACKWARD_FROM_GRAPH: self._run_backward,
-        }
 
     def run_task(self, task: Task) -> tuple[int, int]:
         """Return the bytes of weights, and of everything else, while `task` runs; allocate and release what it does."""
-        self._view = self._other_views.get(task.micro_batch, self._default_view)
-        compute = self._computing.get(task.kind)
+        if self._other_views:
+            self._view = self._other_views.get(task.micro_batch, self._default_view)
+        compute = _COMPUTING.get(task.kind)
         if compute is not None:
-            peak = compute(task, self._view.packs[task.pack])
+            peak = compute(self, task, self._view.packs[task.pack])
             self._leaving_crossing_bytes = 0  # computing goes on when the copy is done
             if self._times(task) > 1:  # what running takes is shown by the micro-batches around those it stands for
                 return 0, 0
@@ -347,7 +339,8 @@ class DeviceMemory:
         own_stash_bytes = pack.stash_bytes if self._slices_from_host else self._take_stash(task, pack)
         self._has_run.add(micro_batch)
         self._release_waiting(micro_batch)
-        self._graphs.release((task.pack, micro_batch))
+        if from_graph:
+            self._graphs.release((task.pack, micro_batch))
         running = pack.backward_peak_bytes(from_graph, sums_exist) - pack.stash_bytes + own_stash_bytes
         peak = self._all_bytes + self._between_passes(task) + running
         self._wait_after_backward(task, pack)
@@ -362,19 +355,21 @@ class DeviceMemory:
         While the micro-batches of a shared loss add up theirs, the sums of the others are kept apart.
         """
         sums_exist = task.pack in self._gradients
-        self._gradients.set(task.pack, pack.gradient_bytes)
-        if sums_exist and task.micro_batch in self._first_to_propagate:
+        if not sums_exist:
+            self._gradients.set(task.pack, pack.gradient_bytes)
+        elif task.micro_batch in self._first_to_propagate:
             self._copied_sums.set(task.pack, pack.copied_sums_bytes)
         return sums_exist
 
     def _release_waiting(self, micro_batch: int) -> None:
         """Release what a micro-batch holds while it waits, which running it counts, and what came back of it."""
         self._waiting.release(micro_batch)
-        self._returned_crossing.release(micro_batch)
+        if self._returned_crossing:
+            self._returned_crossing.release(micro_batch)
 
     def _take_stash(self, task: Task, pack: PackBytes) -> int:
         """Release the micro-batch's stash for the pack, which running it backward counts; return its bytes."""
-        if self._returned_stash.release((task.pack, task.micro_batch)):
+        if self._returned_stash and self._returned_stash.release((task.pack, task.micro_batch)):
             return pack.returning_bytes
         stashed = self._stash.release(task.micro_batch)
         if task.micro_batch not in self._has_run:  # its forward pass ran before the first task: all of it is there
@@ -484,3 +479,12 @@ class DeviceMemory:
     def _times(self, task: Task) -> int:
         """Return how many micro-batches the task's micro-batch stands for."""
         return self._counts[task.micro_batch] if self._counts else 1
+
+
+_COMPUTING: dict[TaskKind, Callable[[DeviceMemory, Task, PackBytes], int]] = {
+    TaskKind.FORWARD: DeviceMemory._run_forward,
+    TaskKind.FUSED: DeviceMemory._run_fused,
+    TaskKind.BACKWARD: DeviceMemory._run_backward,
+    TaskKind.FORWARD_FOR_GRAPH: DeviceMemory._run_forward,
+    TaskKind.BACKWARD_FROM_GRAPH: DeviceMemory._run_backward,
+}

@@ -110,12 +110,25 @@ class Choice:
     counts: tuple[int, ...] = ()
 
 
+Fastest = dict[tuple[ElementBytes, PlanRequest, int], tuple[Choice, ...]]
+"""The fastest plans of a model on a machine, whatever host memory there is, by all that they depend on."""
+
+
 def search(
-    graph: LayerGraph, costs: CostTable, machine: Machine, element: ElementBytes, request: PlanRequest, top: int = 1
+    graph: LayerGraph,
+    costs: CostTable,
+    machine: Machine,
+    element: ElementBytes,
+    request: PlanRequest,
+    top: int = 1,
+    known: Fastest | None = None,
 ) -> tuple[Choice, ...]:
     """Return the `top` fastest plans that fit, best first.
 
     If the host has no room for what the fastest keeps there, the plans are such as it has room for, if there are any.
+
+    Args:
+        known: what earlier searches have found for this graph, these costs and this machine; what this one finds is added.
 
     Raises:
         ConfigError: there are more devices than packs.
@@ -127,7 +140,12 @@ def search(
             f"harmony.devices asks for {devices} devices, and the model's {len(costs.calls)} layer calls make {packs} "
             "packs at most, each of which runs on one device: lower harmony.devices, or harmony.pack_layers."
         )
-    fastest = _search_all_ways(graph, costs, machine, element, replace(request, host_bytes=None), top)
+    unbounded = replace(request, host_bytes=None)
+    fastest = None if known is None else known.get((element, unbounded, top))
+    if fastest is None:
+        fastest = _search_all_ways(graph, costs, machine, element, unbounded, top)
+    if known is not None:
+        known[element, unbounded, top] = fastest
     if request.host_bytes is None or waiting_of(fastest[0].plan, costs).total_bytes <= request.host_bytes:
         return fastest
     return _search_all_ways(graph, costs, machine, element, request, top) or fastest
