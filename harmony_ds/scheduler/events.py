@@ -63,6 +63,7 @@ def run_jobs(
     chosen = _ChosenByPriority(jobs)
     running: list[int] = []
     left: list[float] = []  # the ms at full speed that each of them still takes
+    rounding_ms = [1e-9 * job.duration_ms for job in jobs]  # what takes no longer has ended
     now = 0.0
     while ready or running or chosen.any_waiting:
         for place in chosen.startable(ready):
@@ -73,20 +74,17 @@ def run_jobs(
         speed = speeds.rates_of(running)
         step = min([ms / v for ms, v in zip(left, speed, strict=True)])
         now += step
-        still, left_of = [], []
-        for place, ms, v in zip(running, left, speed, strict=True):
-            rest = ms - step * v
-            if rest > 1e-9 * jobs[place].duration_ms:
-                still.append(place)
-                left_of.append(rest)
-                continue
+        left = [ms - step * v for ms, v in zip(left, speed, strict=True)]
+        ended = [place for place, ms in zip(running, left, strict=True) if ms <= rounding_ms[place]]
+        for place in ended:
             end[place] = now
             chosen.ended(place)
             for other in followers[place]:
                 missing[other] -= 1
                 if not missing[other]:
                     ready.append(other)
-        running, left = still, left_of
+            del left[running.index(place)]
+            running.remove(place)
     return Timeline(tuple(begin), tuple(end))
 
 
