@@ -282,7 +282,8 @@ def _show(answer: Answer, note: str) -> None:
     if now is not None and helpful:
         print("\nwhat would help most:")
         for what, rate in helpful.items():
-            print(f"  {what:<40} {rate:>12,.0f} {unit}/s  {round(rate / now.items_per_s - 1, 3) + 0.0:>+7.1%}")
+            gain = round(rate / now.items_per_s - 1, 3) + 0.0
+            print(f"  {what:<40} {_rate(rate):>12} {unit}/s  {gain:>+7.1%}")
     if answer.joining is not None:
         print("\n" + wrapped(str(answer.joining)))
     if answer.lack is not None:
@@ -336,13 +337,18 @@ def _show_forecast(now: Forecast, unit: str) -> None:
     if tiles.cut:
         _show_line("tiles", str(tiles))
     step_s, computing_share = now.prediction.step_ms / 1e3, 1 - now.prediction.idle_share
-    rate = f"{now.items_per_s:,.0f} {unit}/s"
+    rate = f"{_rate(now.items_per_s)} {unit}/s"
     _show_line("one step", f"{step_s:,.2f} s: {rate}, the device computes {computing_share:.0%} of the time")
     busy = ", ".join(
         f"{name.replace('_', ' ')} {share:.0%}" for name, share in now.busy_share.items() if share >= 0.005
     )
     _show_line("bottleneck", f"{now.prediction.bottleneck.replace('_', ' ')} (busy: {busy})")
     _show_line("swaps", _swaps_text(now))
+
+
+def _rate(items_per_s: float) -> str:
+    """Return a rate as people read it: images may take seconds each."""
+    return f"{items_per_s:,.0f}" if items_per_s >= 10 else f"{items_per_s:.2g}"
 
 
 def _show_line(label: str, text: str) -> None:

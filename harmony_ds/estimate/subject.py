@@ -127,6 +127,11 @@ def _hugging_face(path: Path) -> Callable[[], nn.Module]:
         described = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"{file} is not valid JSON: {error}.") from error
+    if isinstance(described, dict) and "_diffusers_version" in described:
+        raise ConfigError(
+            f"{file} describes a {described.get('_class_name')} of diffusers, and not which inputs it is trained on: give "
+            "module:function that returns (module, inputs), as examples/flux_lora/size.py does."
+        )
     kind = described.get("model_type") if isinstance(described, dict) else None
     if isinstance(kind, str) and kind not in transformers.CONFIG_MAPPING:
         raise ConfigError(

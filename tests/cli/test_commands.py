@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 import harmony_ds
 from harmony_ds.checkpoint import Layout
+from harmony_ds.cli.answer import _rate
 from harmony_ds.cli.command_line import COMMANDS, parse
 from harmony_ds.cli.options import DEFAULT
 from harmony_ds.estimate.quantized import Quantization
@@ -447,6 +448,15 @@ def test_a_config_unknown_to_transformers_is_an_error(tmp_path: Path) -> None:
     assert 'describes a "nobody", which is no model_type that transformers' in found.stderr
 
 
+def test_a_config_of_diffusers_names_no_inputs(tmp_path: Path) -> None:
+    described = {"_class_name": "FluxTransformer2DModel", "_diffusers_version": "0.42.1", "num_layers": 19}
+    (tmp_path / "config.json").write_text(json.dumps(described), encoding="utf-8")
+    found = run("estimate", str(tmp_path))
+    assert found.exit_code == 1
+    assert "describes a FluxTransformer2DModel of diffusers, and not which inputs" in found.stderr
+    assert "examples/flux_lora/size.py" in found.stderr
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -490,6 +500,11 @@ def test_a_function_may_make_the_model_and_its_inputs() -> None:
     data = run_json("estimate", "tests.cli.test_commands:net", "--no-advice")
     assert data["model"] == "Net"
     assert data["samples_per_step"] == 8 * 16
+
+
+@pytest.mark.parametrize(("items_per_s", "said"), [(0.2074, "0.21"), (9.96, "10"), (1646.6, "1,647"), (10.4, "10")])
+def test_rates_of_less_than_one_a_second_are_no_zero(items_per_s: float, said: str) -> None:
+    assert _rate(items_per_s) == said
 
 
 def test_the_ds_config_is_read_as_the_engine_reads_it(tiny: str, on_cpu: str) -> None:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -99,3 +100,13 @@ def test_flux_lora(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pyte
     assert losses[-1] < losses[0]
     assert "= 1.0000 x the lower bound" in capsys.readouterr().out
     assert all("lora" in name for name in load_file(tmp_path / "pytorch_lora_weights.safetensors"))
+
+
+def test_the_size_of_flux_is_that_of_the_published_transformer() -> None:
+    pytest.importorskip("diffusers")
+    from examples.flux_lora.size import flux_dev
+
+    with torch.device("meta"):
+        model, inputs = flux_dev()
+    assert sum(parameter.numel() for parameter in model.parameters()) == 11_901_408_320
+    assert model(**inputs).shape == ()
