@@ -278,14 +278,14 @@ def _show(answer: Answer, note: str) -> None:
     if now is not None:
         print()
         _show_forecast(now, unit)
+    if answer.joining is not None:  # a key of the ds_config, which brings more than other hardware does
+        print("\n" + wrapped(str(answer.joining)))
     helpful = {what: rate for what, rate in answer.changes.items() if now is not None and _helps(rate, now)}
     if now is not None and helpful:
         print("\nwhat would help most:")
         for what, rate in helpful.items():
             gain = round(rate / now.items_per_s - 1, 3) + 0.0
             print(f"  {what:<40} {_rate(rate):>12} {unit}/s  {gain:>+7.1%}")
-    if answer.joining is not None:
-        print("\n" + wrapped(str(answer.joining)))
     if answer.lack is not None:
         print("\n" + wrapped(str(answer.lack)))
         for number, way in enumerate(answer.lack.ways_out, 1):

@@ -179,6 +179,11 @@ def test_estimate_prints_fit_speed_and_bottleneck(tiny: str) -> None:
         assert word in found.stdout
 
 
+def test_the_advice_that_costs_a_key_stands_before_other_hardware(tiny: str) -> None:
+    said = run("estimate", tiny, "--sequence", "16").stdout
+    assert 0 < said.index("several micro-batches joined") < said.index("what would help most")
+
+
 def test_estimate_says_where_plain_pytorch_does_the_same(tiny: str) -> None:
     found = run("estimate", tiny)
 
