@@ -44,9 +44,14 @@ def leave_collections(patch: Patch = setattr) -> None:
     patch(executor, "collection_within_steps", lambda: nullcontext)
 
 
+def fix_rates(patch: Patch = setattr) -> None:
+    """Let the machine's rates be constants: a process measures them once, for longer than a tiny model trains."""
+    patch(profiler, "measure_rates", constant_rates)
+
+
 def fix_times(patch: Patch = setattr) -> None:
     """Let the machine's rates and the times of layer calls be constants, so that a plan is the same at every run."""
-    patch(profiler, "measure_rates", constant_rates)
+    fix_rates(patch)
     patch(Timing, "time", constant_times)
 
 

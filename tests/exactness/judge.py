@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from harmony_ds import HarmonyError
+from harmony_ds.config import load_config
 from tests import patches
 from tests.exactness.case import CASES, Case, Found, Tolerance
 from tests.exactness.sides import EngineSide, PlainEngine, PlainSide, Setting, Side, lazy
@@ -142,6 +143,7 @@ def serve() -> None:
     cases = load_cases()
     patches.check_every_step()
     patches.leave_collections()
+    patches.fix_rates()  # each case has a process of its own
     import_what_is_imported_late()
     torch.set_num_threads(1)
     gc.collect()
@@ -157,6 +159,8 @@ def serve() -> None:
 def import_what_is_imported_late() -> None:
     """So that it is imported once, and not by every case."""
     importlib.import_module("harmony_ds.engine")
+    importlib.import_module("peft")  # and transformers
+    load_config({"train_micro_batch_size_per_gpu": 1})  # DeepSpeed, and the types of its keys
     torch.optim.SGD([nn.Parameter(torch.zeros(1))])  # torch._dynamo
 
 
