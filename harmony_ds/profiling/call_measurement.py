@@ -88,7 +88,8 @@ class MicroBatchMeasurement:
         scalar, grain: what a number takes on the device, and what a byte does.
         spans: places that share inter-layer operations, see `InterLayerGraph.spans`.
         flow: what is handed from layer to layer, where several devices are to run them.
-        outputs: bytes of the model's outputs, and of the graph of the code after the last call.
+        outputs: bytes of the model's outputs, or of a head's input that waits for the loss in their place, and of the graph
+            of the code after the last call.
         crossing: tensors that may wait on the host between two calls.
         end, loss_phase: see `CostTable.end_bytes` and `loss_bytes`.
         in_slices: see `CostTable`.

@@ -128,6 +128,10 @@ class Measurement(LayerCallObserver):
             measured.end = self._interval.peak()
             left, before_loss = self._interval.left(), self._alive_bytes()
             measured.outputs = _storage_bytes(outputs) + max(0, left)
+            if measured.calls and measured.calls[-1].cost.runs_with_loss and not _has_graph(outputs):
+                measured.outputs += _storage_bytes(
+                    self._inputs
+                )  # the head's, which waits for a loss of the program's own
             self._interval.begin()
             if self._flow is not None:
                 self._flow.in_loss = True
@@ -564,6 +568,11 @@ def _storage_bytes(tree: Any) -> int:
     tensors = [tensor for tensor in tensors_in(tree) if not is_not_computed(tensor)]
     storages = [tensor.untyped_storage() for tensor in tensors if tensor.layout is torch.strided]
     return sum({StorageWeakRef(storage).cdata: storage.nbytes() for storage in storages}.values())
+
+
+def _has_graph(outputs: Any) -> bool:
+    """Return whether something computed among the model's outputs, such as a loss, may be propagated back from."""
+    return any(tensor.requires_grad and not is_not_computed(tensor) for tensor in tensors_in(outputs))
 
 
 def _place(tensor: Tensor) -> tuple[int, int]:

@@ -216,7 +216,8 @@ class CostTable:
             it runs forward and backward as any other pack does.
         flow: what is handed from layer to layer, where several devices are to run them.
         crossing: tensors that may wait on the host between two calls.
-        output_bytes: what the model's outputs and the graph of the code after the last call hold until the loss is made.
+        output_bytes: what the model's outputs and the graph of the code after the last call hold until the loss is made;
+            where the last call runs with a loss that is made later, its input in their place, until that is propagated.
         allocations: what a micro-batch allocates, request by request; None: not known.
         end_bytes: the part of `tail_bytes` that comes before the model's outputs are there.
         loss_bytes: the most that the micro-batch has, beside its stash, while its loss is made and propagated back from,

@@ -334,7 +334,7 @@ class DeviceMemory:
     def _run_backward(self, task: Task, pack: PackBytes) -> int:
         micro_batch, from_graph = task.micro_batch, task.kind is TaskKind.BACKWARD_FROM_GRAPH
         sums_exist = self._add_gradients(task, pack)
-        if self._ends_model(pack):
+        if self._ends_model(pack) and not pack.runs_with_loss:
             self._outputs.release(micro_batch)
         own_stash_bytes = pack.stash_bytes if self._slices_from_host else self._take_stash(task, pack)
         self._has_run.add(micro_batch)
@@ -343,6 +343,8 @@ class DeviceMemory:
             self._graphs.release((task.pack, micro_batch))
         running = pack.backward_peak_bytes(from_graph, sums_exist) - pack.stash_bytes + own_stash_bytes
         peak = self._all_bytes + self._between_passes(task) + running
+        if self._ends_model(pack):
+            self._outputs.release(micro_batch)
         self._wait_after_backward(task, pack)
         peak = max(peak, self._all_bytes)
         if micro_batch in self._last_to_propagate:

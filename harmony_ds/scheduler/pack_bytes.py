@@ -38,6 +38,7 @@ class PackBytes:
         kept_graph_bytes: the graphs of all its calls, where they are kept from forward to backward.
         after_forward_bytes: what of the pack's inputs may still be there when the forward pass is over.
         input_gradient_bytes: gradients that wait for earlier packs once the pack has been propagated through.
+        runs_with_loss: whether its last call does.
     """
 
     def __init__(self, pack: Pack, costs: CostTable, slices_from_host: bool = False) -> None:
@@ -59,6 +60,7 @@ class PackBytes:
         self.kept_graph_bytes = sum(call.forward.kept_graph_bytes for call in calls)
         self.after_forward_bytes = calls[0].waiting.after_forward_bytes
         self.input_gradient_bytes = calls[0].backward.input_gradient_bytes
+        self.runs_with_loss = calls[-1].runs_with_loss
 
         self._forward = self._forward_peak(keeps_graphs=False)
         self._forward_for_graph = self._forward_peak(keeps_graphs=True)

@@ -92,6 +92,17 @@ def activations(
     return tasks, dict(zip(tasks.split(), profile.activation_bytes, strict=True))
 
 
+def test_the_input_of_a_head_waits_for_a_shared_loss_until_it_has_been_propagated_through() -> None:
+    costs = CostTable((0, 1), (COST, replace(COST, runs_with_loss=True)), tail_bytes=5_000, held_bytes=3_000)
+    both = ((0, 1),)
+    tasks = compose_step(reused(TWO), Group(fresh=(0, 1), shared_losses=both), ON_DEVICE)
+    waiting = walk_memory(TWO, tasks, replace(costs, output_bytes=7_000), shared_losses=both).activation_bytes
+    without = walk_memory(TWO, tasks, costs, shared_losses=both).activation_bytes
+    more = [f"{task} {a - b}" for task, a, b in zip(text(tasks).split(), waiting, without, strict=True) if a != b]
+
+    assert more == ["L1.1 7000", "B1.0 7000"]
+
+
 def test_weights_are_there_from_swap_in_to_evict() -> None:
     tasks, profile = walk(TWO, costs_of((0, 1)), 1, Policy(prefetch=False, deferred_update=False))
     assert tasks == "I0 F0.0 E0 I1 L1.0 O1 U1 E1 I0 B0.0 G1 O0 U0 E0 G0"

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from harmony_ds import HarmonyEngine
 from harmony_ds.scheduler.plan import TaskKind
 from tests.cover import pairs
 from tests.engine.drive import config_of, engine_for, small_sgd
+from tests.engine.test_long_context import batch, llama
 from tests.simdevice.device import SimDevice
 from tests.simdevice.peaks import GROUP, Case, Peak, train
 
@@ -139,3 +142,21 @@ def test_the_loss_of_a_loop_is_part_of_the_plan() -> None:
             report = engine.memory_report()
             assert engine.swap_report().ratio == 1.0
             assert report.planned_peak_bytes / MOST <= report.device_peak_bytes <= report.planned_peak_bytes
+
+
+def test_what_waits_for_a_loss_of_several_forward_passes_in_tiles_of_tokens_is_planned() -> None:
+    """Of each forward pass the input of the last layer, until it has been propagated through."""
+
+    def loss_of(engine: HarmonyEngine, step: int) -> Tensor:
+        logits = [engine(input_ids=batch(6 * step + place)["input_ids"]).logits for place in range(6)]
+        surprises = [one.float().logsumexp(-1).mean() for one in logits]
+        return torch.stack([(one - other).square() for one, other in pairwise(surprises)]).sum()
+
+    config = config_of(1, None, {"pack_layers": 1, "stash": "host", "tokens": 8})
+    with engine_for(llama(), small_sgd, config, device=SimDevice()) as engine:
+        for step in range(3):
+            engine.backward(loss_of(engine, step))
+            engine.step()
+        report = engine.memory_report()
+    numbers = 64  # losses and what they are made of
+    assert report.planned_peak_bytes / MOST <= report.device_peak_bytes <= report.planned_peak_bytes + numbers
