@@ -44,6 +44,10 @@ _HOMES = {name: home for home, names in _NAMES.items() for name in names.split()
 __all__ = ["__version__", "utils", "zero", *_HOMES]
 
 
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 def __getattr__(name: str) -> Any:
     # Loaded when asked for: importing the package stays quick.
     if name in _HOMES:

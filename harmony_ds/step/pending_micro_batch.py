@@ -394,6 +394,11 @@ class PendingMicroBatch:
                 return self.loss.sum({self: outputs}, detached=True)[0]
         return None
 
+    def note_call(self, error: BaseException, when: str) -> None:
+        """Note on an error which micro-batch it is of, and where the program called it."""
+        file, line = self.called_at
+        error.add_note(f"harmony_ds: micro-batch {self.micro_batch.index + 1}, {when}, called in {file}, line {line}")
+
     # ---- its end
 
     def close_heads(self) -> None:

@@ -269,9 +269,7 @@ class Step:
             with self.context.record.paused():
                 measure(self.context, pending, self.micro_batches)
         except BaseException as error:
-            file, line = pending.called_at
-            number = pending.micro_batch.index + 1
-            error.add_note(f"harmony_ds: micro-batch {number}, while it was measured, called in {file}, line {line}")
+            pending.note_call(error, "while it was measured")
             raise
         finally:
             self._is_running = was_running

@@ -82,8 +82,12 @@ def check_grouping(context: StepContext, losses: Sequence[SharedLoss]) -> bool:
                 is_shared = len(member.loss.members) > 1
                 own_loss = partial(_add_outputs, member, outputs) if is_shared else member.own_loss
                 sample = replace(sample_of(member, context), surrogate_loss=own_loss)
-                with called_as(member, context):
-                    loss = passes.loss(sample)
+                try:
+                    with called_as(member, context):
+                        loss = passes.loss(sample)
+                except BaseException as error:
+                    member.note_call(error, "while it ran alone")
+                    raise
                 if loss is not None:
                     index = member.micro_batch.index
                     member.loss.expected = partial(_check_loss, runtime.contract, index, is_alike, loss)

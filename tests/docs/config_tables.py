@@ -59,7 +59,7 @@ def _kind(annotation: Any) -> str:
     if origin in (Union, UnionType):
         return ", ".join(_kind(one) for one in inner)
     if origin is tuple:
-        return "names" if inner[-1] is ... else "two integers"
+        return "names" if inner[-1] is ... else "an object of two integers"
     return {bool: "flag", int: "integer", float: "number", str: "text", NoneType: "null"}[annotation]
 
 

@@ -106,6 +106,13 @@ def test_the_first_step_names_the_micro_batch_that_was_measured() -> None:
         assert note.startswith(f"harmony_ds: micro-batch 3, while it was measured, called in {__file__}, line ")
 
 
+def test_the_first_step_names_the_micro_batch_whose_loss_is_compared() -> None:
+    with engine_for(Layers(), sgd, config_of(ACCUMULATION, None, {"pack_layers": 1})) as engine:
+        group = [torch.tensor([1, 2]), torch.tensor([3, 99]), *numbers()[2:]]
+        note = fails_with(engine, lambda: engine.train_batch(group), IndexError)
+        assert note.startswith(f"harmony_ds: micro-batch 2, while it ran alone, called in {__file__}, line ")
+
+
 def test_a_loss_that_fails_names_its_micro_batch() -> None:
     seen: list[int] = []
 
