@@ -65,7 +65,8 @@ class Arguments:
     @property
     def kind(self) -> CallKind:
         """The first place of each tensor among the leaves, and the leaves that are flags, words or zero."""
-        switches = [(place, leaf) for place, leaf in enumerate(self.leaves) if is_switch(leaf)]
+        # Most are None: a tensor's place.
+        switches = [(place, leaf) for place, leaf in enumerate(self.leaves) if leaf is not None and is_switch(leaf)]
         return tuple([places[0] for places in self.places]), tuple(switches)
 
     @property
