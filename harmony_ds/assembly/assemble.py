@@ -309,7 +309,7 @@ def _make_runtime(
     device_transfers = DeviceTransfers(device, ledger)
     layer_calls = LayerCalls(decomposition.layers, installation, stash, device_transfers, device.parts_to_run)
     joins = Joins(device, device_transfers, layer_calls.layers, device_copies)
-    contract.when_structure_changes(lambda: installation.buffers.find_owners(model.modules()))
+    contract.when_structure_changes(installation.find_buffers)
     contract.when_structure_changes(layer_calls.find_buffers)
 
     return Runtime(

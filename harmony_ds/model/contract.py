@@ -113,17 +113,17 @@ class Contract:
         self._held: list[dict[str, Any]] = []
         self._ignored: list[frozenset[str]] = []
         self._inner: set[int] = set()  # numbers of modules inside layers
-        self._configurations: dict[int, Configuration] = {}  # by id: all that modules have held
+        self._configurations: list[Configuration] = []  # all that modules have held: the last one has the lowest number
         self._parameters = list(model.parameters())
         self._digest = SettingsDigest()
         self._written: set[Key] = set()  # by forward
-        self._stands_for: dict[bytes, bytes] = {}  # digest of settings to an earlier one that stands for it
         self._with_graphs: set[Key] = set()  # those of them that hold tensors with a graph
+        self._stands_for: dict[bytes, bytes] = {}  # digest of settings to an earlier one that stands for it
         self._is_said = False
         self.is_running = False  # by the engine
         self._observers: list[Callable[[], None]] = []
-        self._structure: list[tuple[list[int], list[str]]] = []
         self._find_modules()
+        self._structure = list(map(_structure_of, self._modules))
         self.settings = ModuleSettings(self._modules, layers)
         self._record()
         self.modes = self._modes()  # in force
@@ -271,8 +271,8 @@ class Contract:
                     parameter.requires_grad_(trained)
         set_switches(modes.switches)
 
-    def _find_modules(self) -> bool:
-        """Give numbers to modules that are new, with their configurations; return whether there are any."""
+    def _find_modules(self) -> None:
+        """Give numbers to modules that are new."""
         known = set(map(id, self._modules))
         inner = {id(one) for layer in self._layers for one in layer.module.modules() if one is not layer.module}
         for name, module in self._model.named_modules():
@@ -283,15 +283,19 @@ class Contract:
                 self._modules.append(module)
                 self._held.append(module.__dict__)
                 self._ignored.append(ignored_attributes(module))
-        return len(self._modules) > len(known)
+
+    def _follow_structure(self) -> None:
+        """Note the modules and buffers that there are now, if they are others than before, and tell who must know."""
+        if self._structure == list(map(_structure_of, self._modules)):
+            return
+        self._find_modules()
+        self._structure = list(map(_structure_of, self._modules))
+        self.settings.compare(self._modules)
+        for observer in self._observers:
+            observer()
 
     def _record(self) -> None:
-        if self._find_modules():
-            self.settings.compare(self._modules)
-        before, self._structure = self._structure, [_structure_of(module) for module in self._modules]
-        if before != self._structure:
-            for observer in self._observers:
-                observer()
+        self._follow_structure()
         self._compared = [
             (held, [name for name in held if name not in ignored and name != "training"])  # modes are read apart
             for held, ignored in zip(self._held, self._ignored, strict=True)
@@ -299,7 +303,7 @@ class Contract:
         tables = [held[kind] for kind in ("_buffers", "_modules") for held in self._held]
         tables += [self._held[number][kind] for kind in HOOKS for number in self._inner]
         self._find_configurations()
-        configured = [(one.entries, list(one.plain_entries())) for one in self._configurations.values()]
+        configured = [(one.entries, list(one.plain_entries())) for one in self._configurations]
         forwards = [(held, ["forward"]) for held in self._held if "forward" in held]
         recorded = self._compared + configured + forwards + [(table, list(table)) for table in tables]
         self._recorded = DictRecord(recorded, is_small_container)
@@ -311,18 +315,17 @@ class Contract:
 
     def _find_configurations(self) -> None:
         """Note the configurations that modules hold now, under negative numbers."""
+        known = {id(one.value) for one in self._configurations}
         for number, held in enumerate(self._held):
             for name, value in held.items():
-                if id(value) not in self._configurations and is_configuration(value):
+                if id(value) not in known and is_configuration(value):
+                    known.add(id(value))
                     at = -1 - len(self._configurations)
-                    self._configurations[id(value)] = Configuration(at, self._name((number, name)), value)
-
-    def _configuration(self, number: int) -> Configuration:
-        return next(one for one in self._configurations.values() if one.number == number)
+                    self._configurations.append(Configuration(at, self._name((number, name)), value))
 
     def _holder(self, number: int) -> dict[str, Any]:
         """Return what holds the attributes of one number: a module's, or a configuration's."""
-        return self._held[number] if number >= 0 else self._configuration(number).entries
+        return self._held[number] if number >= 0 else self._configurations[-1 - number].entries
 
     def _digest_of_settings(self) -> bytes:
         """Return the digest of settings, but for those that forward sets."""
@@ -332,10 +335,10 @@ class Contract:
             for name in names
             if (number, name) not in self._written and name in held  # forward may have deleted it
         ]
-        for one in self._configurations.values():
+        for one in self._configurations:
             entries = [((one.number, name), value) for name, value in one.plain_entries().items()]
             attributes += [(key, value) for key, value in entries if key not in self._written]
-        return self._digest.of(attributes, dict(enumerate(self._modules)), self._inner)
+        return self._digest.of(attributes, self._modules, self._inner)
 
     def _is_unchanged(self) -> bool:
         """Compare with the last record. Every call does: it is quick, and may report changes that are none."""
@@ -348,12 +351,13 @@ class Contract:
             for key, value in (*held.items(), *held["_buffers"].items(), *held["_modules"].items())
             if key not in NOT_PLAIN
         }
-        for one in self._configurations.values():
+        for one in self._configurations:
             attributes |= {(one.number, name): (value, None) for name, value in one.plain_entries().items()}
         return attributes
 
     def _note_written(self, keys: set[Key], settings: bytes) -> None:
         """Note that forward has written `keys`; `settings`: the digest before it did."""
+        # Of configurations nothing is said: transformers' forward passes fill in what theirs leave open.
         of_modules = {key for key in keys - self._written if key[0] >= 0}
         told = {key for key in of_modules if key[1] not in (SET_ONCE, *self._held[key[0]]["_buffers"])}
         if told and not self._is_said:
@@ -374,7 +378,7 @@ class Contract:
 
     def _name(self, key: Key) -> str:
         number, name = key
-        holder = self._names[number] if number >= 0 else self._configuration(number).name
+        holder = self._names[number] if number >= 0 else self._configurations[-1 - number].name
         return ".".join(filter(None, (holder, name)))
 
 

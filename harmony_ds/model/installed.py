@@ -171,6 +171,7 @@ class Installation:
         self._swapped: dict[nn.Module, set[str]] = {}
         for owned in swapped_buffers:
             self._swapped.setdefault(owned.module, set()).add(owned.key)
+        self._model = model
         self.modules = tuple(model.modules())
         self._names: dict[nn.Module, dict[str, str]] = {}  # canonical names, of modules with parameters
         self._phantoms: dict[nn.Module, FixedParameters] = {}
@@ -189,6 +190,10 @@ class Installation:
         self._open = False
         self.touched: set[str] = set()
         self.fetch: Touched | None = None  # gets a parameter that is used outside a layer call
+
+    def find_buffers(self) -> None:
+        """Hold the buffers that the model's modules have now."""
+        self.buffers.find_owners(self._model.modules())
 
     @contextmanager
     def installed(

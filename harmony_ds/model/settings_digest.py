@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -28,24 +28,23 @@ class SettingsDigest:
         self._words: defaultdict[object, set[str]] = defaultdict(set)  # that an attribute or an element has been
         self._codes: dict[int, object] = {}  # by id, so that no other gets it
 
-    def of(self, attributes: Iterable[tuple[Key, Any]], modules: Mapping[int, nn.Module], inner: set[int]) -> bytes:
-        """Return the digest of settings.
+    def of(self, attributes: Iterable[tuple[Key, Any]], modules: Sequence[nn.Module], inner: set[int]) -> bytes:
+        """Return the digest of settings, which is of use within one process: code is known by where it lies.
 
         Args:
             attributes: those that count, with their values.
-            modules: all of them, by number.
+            modules: all of them; the place of each is its number.
             inner: numbers of those inside layers, whose hooks run within layer calls.
         """
         settings: list[object] = []
         for key, value in attributes:
             if is_small_container(value):
-                elements = value.items() if isinstance(value, dict) else enumerate(value)
-                for place, element in elements:
+                for place, element in _elements(value):
                     settings += self._settings_of((*key, place), element)
             else:
                 settings += self._settings_of(key, value)
-        numbers = {id(module): number for number, module in modules.items()}
-        for number, module in modules.items():
+        numbers = {id(module): number for number, module in enumerate(modules)}
+        for number, module in enumerate(modules):
             held = vars(module)
             children = [(name, numbers.get(id(child))) for name, child in held["_modules"].items()]
             settings.append((number, children, list(held["_buffers"])))
@@ -81,3 +80,10 @@ class SettingsDigest:
         code = getattr(function, "__code__", type(function))
         self._codes[id(code)] = code
         return id(code)
+
+
+def _elements(container: Any) -> Iterable[tuple[Any, Any]]:
+    """Return the elements of a container, each with its key or place, in the same order for equal containers."""
+    if isinstance(container, dict):
+        return container.items()
+    return enumerate(sorted(container, key=repr) if isinstance(container, set) else container)

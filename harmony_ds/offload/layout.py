@@ -36,7 +36,10 @@ class ByteRegion(Region):
 
 
 def with_storage_of_its_own(view: Tensor) -> Tensor:
-    """Return a contiguous part of a buffer over the same memory, as a storage by itself: `torch.save` writes them whole."""
+    """Return a contiguous part of a buffer over the same memory, as a storage by itself.
+
+    `torch.save` writes the whole storage of a tensor, not the part that the tensor is of it.
+    """
     if view.is_meta or view.numel() == 0:
         return view
     storage = view.untyped_storage()

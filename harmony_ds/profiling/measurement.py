@@ -129,9 +129,8 @@ class Measurement(LayerCallObserver):
             left, before_loss = self._interval.left(), self._alive_bytes()
             measured.outputs = _storage_bytes(outputs) + max(0, left)
             if measured.calls and measured.calls[-1].cost.runs_with_loss and not _has_graph(outputs):
-                measured.outputs += _storage_bytes(
-                    self._inputs
-                )  # the head's, which waits for a loss of the program's own
+                # The head's, which waits for a loss of the program's own:
+                measured.outputs += _storage_bytes(self._inputs)
             self._interval.begin()
             if self._flow is not None:
                 self._flow.in_loss = True

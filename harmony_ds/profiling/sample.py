@@ -117,7 +117,7 @@ def given_form(inputs: Any, autocast: Autocast | None) -> str:
     leaves, _ = flatten((inputs,))
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
-            form.append(leaf.dtype)
+            form.append((place, leaf.dtype))
         elif is_switch(leaf) and not isinstance(leaf, str):
             form.append((place, leaf))
     return repr(form)

@@ -102,7 +102,7 @@ def _fastest_with_less_left(first: Fitting, fit: Fit, request: PlanRequest) -> F
     best = latest = first
     for _ in range(_SEARCHES - 1):
         assert request.budget_bytes is not None
-        spare_bytes = _limit_of(latest, request) - _reserved_bytes(latest)
+        spare_bytes = _spare_bytes(latest, request)
         if latest.fragment_bytes > request.budget_bytes // _MUCH:
             spare_bytes = max(spare_bytes, latest.fragment_bytes // 4)
         if spare_bytes < request.budget_bytes // _GRAIN or not latest.fragment_bytes:
@@ -121,7 +121,7 @@ def _served_with_more_left(first: Fitting, fit: Fit, request: PlanRequest) -> Fi
     for _ in range(_SEARCHES - 1):
         assert request.budget_bytes is not None
         grain = request.budget_bytes // _GRAIN
-        missing_bytes = _reserved_bytes(latest) - _limit_of(latest, request)
+        missing_bytes = -_spare_bytes(latest, request)
         try:
             latest = fit(latest.fragment_bytes + min(max(grain, missing_bytes), _MOST_AT_ONCE * grain))
         except DoesNotFitError:
@@ -131,14 +131,11 @@ def _served_with_more_left(first: Fitting, fit: Fit, request: PlanRequest) -> Fi
     return latest
 
 
-def _limit_of(fitting: Fitting, request: PlanRequest) -> int:
-    return _limit_bytes(request, fitting.choices[0].plan.policy)
-
-
-def _reserved_bytes(fitting: Fitting) -> int:
-    reserved = fitting.choices[0].reserved_bytes
-    assert reserved is not None
-    return reserved
+def _spare_bytes(fitting: Fitting, request: PlanRequest) -> int:
+    """Return how much less the allocator has to reserve than it may; below 0: how much more."""
+    choice = fitting.choices[0]
+    assert choice.reserved_bytes is not None
+    return _limit_bytes(request, choice.plan.policy) - choice.reserved_bytes
 
 
 def replayed(choice: Choice, request: PlanRequest, costs: CostTable, smallest_ratio: float) -> Choice:
@@ -178,8 +175,9 @@ def _limit_bytes(request: PlanRequest, policy: Policy) -> int:
 
 
 def _pool_bytes(request: PlanRequest, policy: Policy) -> int:
-    """Return what the pool of larger blocks has where the device has filled it (`Device.fill_pool`): gradients are
-    exchanged in memory of another.
+    """Return what the pool of larger blocks has where the device has filled it (`Device.fill_pool`).
+
+    Buffers that gradients are exchanged in come from another pool.
     """
     assert request.budget_bytes is not None
     exchange_bytes = 0 if policy.alone or policy.reduce_on_host else request.exchange_bytes

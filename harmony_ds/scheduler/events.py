@@ -63,7 +63,7 @@ def run_jobs(
     chosen = _ChosenByPriority(jobs)
     running: list[int] = []
     left: list[float] = []  # the ms at full speed that each of them still takes
-    rounding_ms = [1e-9 * job.duration_ms for job in jobs]  # what takes no longer has ended
+    rounding_ms = [1e-9 * job.duration_ms for job in jobs]  # a job of which no more is left has ended
     now = 0.0
     while ready or running or chosen.any_waiting:
         for place in chosen.startable(ready):
@@ -83,8 +83,8 @@ def run_jobs(
                 missing[other] -= 1
                 if not missing[other]:
                     ready.append(other)
-            del left[running.index(place)]
-            running.remove(place)
+            at = running.index(place)
+            del running[at], left[at]
     return Timeline(tuple(begin), tuple(end))
 
 

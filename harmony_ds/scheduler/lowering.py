@@ -216,7 +216,7 @@ class Lowering:
         after = (*arrived, *self._compute_after.pop(pack.device, ()), *stash, *came)
         duration = self._times.get((task.kind, task.pack))
         if duration is None:
-            duration = self._times[task.kind, task.pack] = self._run_ms(task, pack)
+            duration = self._times[task.kind, task.pack] = self._micro_batch_ms(task, pack)
         # One thread issues the work of several devices; that of one was measured with what issuing it takes.
         issue_ms = duration * self._costs.issue_share * (self._plan.policy.pipeline > 1)
         ran = self._compute(several, several.micro_batches * duration, after, issue_ms)
@@ -225,7 +225,7 @@ class Lowering:
         if self._plan.policy.pipeline > 1:
             self._ran.update((one.micro_batch, ran) for one in several.tasks)
 
-    def _run_ms(self, task: Task, pack: Pack) -> float:
+    def _micro_batch_ms(self, task: Task, pack: Pack) -> float:
         """Return how long one micro-batch takes through the pack, with what comes before the model's first layer call."""
         copies_ms = self._slices_in_ms(task, pack) if self._plan.policy.slices_from_host else 0.0
         duration = run_ms(task.kind, pack, self._costs) + copies_ms

@@ -269,9 +269,8 @@ class DeviceMemory:
         self._returned_crossing = _BytesByOwner(held)  # by micro-batch
         self._graphs = _BytesByOwner(held)  # by (pack, micro-batch)
         self._outputs = _BytesByOwner(held)  # by micro-batch: of the model, until the loss that it shares has been made
-        self._copied_sums = _BytesByOwner(
-            held
-        )  # by pack: sums of gradients, while those of one shared loss are added up
+        # By pack: sums of gradients, while those of one shared loss are added up:
+        self._copied_sums = _BytesByOwner(held)
         self._held_between_passes: dict[int, int] = {}  # by micro-batch, where it is not what the table says
         self._has_run: set[int] = set()  # micro-batches that an earlier task has run, or brought stash of
 
@@ -334,7 +333,8 @@ class DeviceMemory:
     def _run_backward(self, task: Task, pack: PackBytes) -> int:
         micro_batch, from_graph = task.micro_batch, task.kind is TaskKind.BACKWARD_FROM_GRAPH
         sums_exist = self._add_gradients(task, pack)
-        if self._ends_model(pack) and not pack.runs_with_loss:
+        ends_model = self._ends_model(pack)
+        if ends_model and not pack.runs_with_loss:
             self._outputs.release(micro_batch)
         own_stash_bytes = pack.stash_bytes if self._slices_from_host else self._take_stash(task, pack)
         self._has_run.add(micro_batch)
@@ -343,7 +343,7 @@ class DeviceMemory:
             self._graphs.release((task.pack, micro_batch))
         running = pack.backward_peak_bytes(from_graph, sums_exist) - pack.stash_bytes + own_stash_bytes
         peak = self._all_bytes + self._between_passes(task) + running
-        if self._ends_model(pack):
+        if ends_model and pack.runs_with_loss:  # then it is a head's input, which has now been propagated through
             self._outputs.release(micro_batch)
         self._wait_after_backward(task, pack)
         peak = max(peak, self._all_bytes)

@@ -141,11 +141,10 @@ def search(
             "packs at most, each of which runs on one device: lower harmony.devices, or harmony.pack_layers."
         )
     unbounded = replace(request, host_bytes=None)
-    fastest = None if known is None else known.get((element, unbounded, top))
-    if fastest is None:
-        fastest = _search_all_ways(graph, costs, machine, element, unbounded, top)
-    if known is not None:
-        known[element, unbounded, top] = fastest
+    known, key = {} if known is None else known, (element, unbounded, top)
+    if key not in known:
+        known[key] = _search_all_ways(graph, costs, machine, element, unbounded, top)
+    fastest = known[key]
     if request.host_bytes is None or waiting_of(fastest[0].plan, costs).total_bytes <= request.host_bytes:
         return fastest
     return _search_all_ways(graph, costs, machine, element, request, top) or fastest

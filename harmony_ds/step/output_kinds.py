@@ -59,7 +59,7 @@ class CallForm:
 
 
 class OutputKind:
-    """What is known of the outputs of calls with the same arguments and switches, whatever their shapes and modes."""
+    """What is known of the outputs of calls of one form, whatever their shapes, and their modes but for training."""
 
     def __init__(self) -> None:
         self._known: dict[CallForm, Structure] = {}
@@ -337,7 +337,7 @@ class OutputKinds:
     def _of_form(self, call: MicroBatch) -> tuple[dict[object, OutputKind], object]:
         """Return what calls of the form of `call` returned, in its modes; and its strings."""
         args, kwargs = call.inputs
-        given = {key: value for key, value in (*enumerate(args), *kwargs.items()) if value is not None}
-        words = frozenset((key, value) for key, value in given.items() if isinstance(value, str))
-        known = self._known[call.state.modes.training, frozenset(given), call.given]
+        present = {key: value for key, value in (*enumerate(args), *kwargs.items()) if value is not None}
+        words = frozenset((key, value) for key, value in present.items() if isinstance(value, str))
+        known = self._known[call.state.modes.training, frozenset(present), call.given]
         return known, words if words in known or len(known) < MOST_WORDS else None

@@ -394,6 +394,11 @@ class PendingMicroBatch:
                 return self.loss.sum({self: outputs}, detached=True)[0]
         return None
 
+    def forget_values(self) -> None:
+        """Forget the values of what the program still has of its outputs: the run that is made again keeps them anew."""
+        for node in self.nodes:
+            node.value = None
+
     def note_call(self, error: BaseException, when: str) -> None:
         """Note on an error which micro-batch it is of, and where the program called it."""
         file, line = self.called_at

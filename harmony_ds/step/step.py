@@ -306,7 +306,11 @@ class Step:
                 self._run_forward(pending)
 
     def run_forwards_before_evaluation(self) -> None:
-        """Run forward passes that wait, if they change buffers, or read such as the model may be about to change."""
+        """Prepare the step for a pass without gradients: run the forward passes that wait, if forward changes buffers.
+
+        A module that has been put in training mode since a call may change its buffers now, of which the call's
+        recomputation is to find the former values.
+        """
         runtime = self.context.runtime
         for pending in self.micro_batches:
             runtime.layer_calls.replay_buffers_of(runtime.contract.trained_since(pending.micro_batch.state))
@@ -735,8 +739,9 @@ class Step:
                     repetition = recovery.recover(error)
                 self._measure_again(run, repetition, executor.failure)
                 executor.failure = None  # the run is made again
-                for node in [node for pending in run.pending if not pending.has_run for node in pending.nodes]:
-                    node.value = None  # what the program still has of outputs: the run keeps it anew
+                for pending in run.pending:
+                    if not pending.has_run:
+                        pending.forget_values()
         except BaseException as error:
             if executor.failure is not None:
                 self._note_place(error, run, executor.failure)

@@ -82,6 +82,17 @@ def make_sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.5)
 
 
+def assert_steps_as_plain(engine: Any, plain: nn.Module, optimizer: torch.optim.Optimizer, group: list[Batch]) -> None:
+    """Take a step of both, and compare losses and weights to rounding."""
+    optimizer.zero_grad()
+    loss = torch.stack([plain(**batch) for batch in group]).mean()
+    loss.backward()
+    optimizer.step()
+    assert engine.train_batch(iter(group)).item() == pytest.approx(loss.item(), rel=1e-6)
+    for found, expected in zip(engine.module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-6)
+
+
 @pytest.mark.parametrize("flag", ["an argument", "an attribute", "its configuration", "a dictionary"])
 @pytest.mark.parametrize("rows", [1, GROUP * ROWS], ids=["in slices", "joined"])
 def test_rows_that_a_flag_lets_look_at_each_other_run_together(rows: int, flag: str) -> None:
@@ -94,13 +105,7 @@ def test_rows_that_a_flag_lets_look_at_each_other_run_together(rows: int, flag: 
             group = batches(centre=centre and flag == "an argument")
             for layer in (*model.layers, *plain.layers):
                 layer.set_centres(flag, centre)
-            optimizer.zero_grad()
-            loss = torch.stack([plain(**batch) for batch in group]).mean()
-            loss.backward()
-            optimizer.step()
-            assert engine.train_batch(iter(group)).item() == pytest.approx(loss.item(), rel=1e-6)
-    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-6)
+            assert_steps_as_plain(engine, plain, optimizer, group)
 
 
 class Mixing(nn.Module):
@@ -166,13 +171,7 @@ def test_rows_that_look_at_each_other_after_a_change_of_the_model_run_together(
             if step == 1:
                 for one in (model, plain):
                     change(one.layers[1])
-            optimizer.zero_grad()
-            loss = torch.stack([plain(**batch) for batch in group]).mean()
-            loss.backward()
-            optimizer.step()
-            assert engine.train_batch(iter(group)).item() == pytest.approx(loss.item(), rel=1e-6)
-    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-6)
+            assert_steps_as_plain(engine, plain, optimizer, group)
 
 
 def test_what_a_flag_needs_is_measured_in_every_size(measured: list[Sample]) -> None:
