@@ -14,6 +14,7 @@ from collections import UserDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from operator import is_
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -203,6 +204,11 @@ def collector_variable() -> Any:
     """Return the context variable that holds the collector; None: transformers has not been imported."""
     # Not imported here: a model that uses it has imported it.
     capturing = sys.modules.get("transformers.utils.output_capturing")
+    return None if capturing is None else _variable_in(capturing)
+
+
+@functools.cache
+def _variable_in(capturing: ModuleType) -> Any:
     variable = getattr(capturing, "_active_collector", None)
     return getattr(variable, "context_var", variable)
 

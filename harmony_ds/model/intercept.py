@@ -166,16 +166,11 @@ class InterceptedForward:
     def __init__(self, layer: Layer, device: Device) -> None:
         # The instance may have a forward of its own already (accelerate sets one).
         self.before = layer.module.__dict__.get("forward")
-        self._of_class = _forward_of_class(layer.module)
+        self.module_class = type(layer.module)
         functools.update_wrapper(self, layer.module.forward)
         self._layer, self._device = layer, device
         self._forward = self._handled = layer.module.forward
         self._compiler: Compiler | None = None
-
-    def is_replaced(self) -> bool:
-        """Return whether the program has given the layer, or its class, another forward."""
-        module = self._layer.module
-        return module.__dict__.get("forward") is not self or _forward_of_class(module) is not self._of_class
 
     def give_back(self) -> None:
         """Give the layer its own forward back, unless the program has replaced or deleted it."""
@@ -219,9 +214,9 @@ class InterceptedForward:
         return itemgetter(0), ((self.before,),)
 
 
-def _forward_of_class(module: nn.Module) -> object:
-    """Return what the class of `module` has as its forward, as it stands there."""
-    for cls in type(module).__mro__:
+def _forward_of_class(module_class: type) -> object:
+    """Return what a class of modules has as its forward, as it stands there."""
+    for cls in module_class.__mro__:
         if "forward" in cls.__dict__:
             return cls.__dict__["forward"]
     return None
@@ -233,6 +228,9 @@ class Interception:
     def __init__(self, layers: tuple[Layer, ...], model: nn.Module, device: Device) -> None:
         self._device = device
         self._forwards: dict[Layer, InterceptedForward] = {}
+        self._of_classes: dict[
+            type, object
+        ] = {}  # the forward of each class of layers, as it was when last intercepted
         self._compiler: Compiler | None = None
         self._inside: dict[nn.Module, list[Layer]] = {}  # layers by modules around them, outer modules first
         modules = dict(model.named_modules(remove_duplicate=False))
@@ -248,11 +246,20 @@ class Interception:
         known = self._forwards.get(layer)
         if known is not None:
             known.give_back()
-        layer.module.__dict__["forward"] = self._forwards[layer] = InterceptedForward(layer, self._device)
+        intercepted = InterceptedForward(layer, self._device)
+        self._of_classes[intercepted.module_class] = _forward_of_class(intercepted.module_class)
+        layer.module.__dict__["forward"] = self._forwards[layer] = intercepted
 
     def replaced(self) -> list[Layer]:
         """Return the layers whose `forward` the program has replaced, or their class's."""
-        return [layer for layer, own in self._forwards.items() if own.is_replaced()]
+        unchanged = {cls for cls, forward in self._of_classes.items() if _forward_of_class(cls) is forward}
+        found: list[Layer] = []
+        for layer, own in self._forwards.items():
+            held, module_class = layer.module.__dict__, type(layer.module)
+            is_own = "forward" in held and held["forward"] is own
+            if not is_own or module_class is not own.module_class or module_class not in unchanged:
+                found.append(layer)
+        return found
 
     def adopt_replaced(self) -> None:
         """Intercept replaced forwards, and compile layers as the innermost module around each is compiled by now:
