@@ -32,7 +32,7 @@ from harmony_ds.model.trees import map_tensors
 from harmony_ds.profiling.hardware import Hardware, KernelRates, UpdateCost
 from harmony_ds.profiling.profiler import IN_LAYERS, SEVERAL, TOKENS
 from harmony_ds.profiling.roofline import RooflineClock, on_meta
-from harmony_ds.profiling.sample import Sample, given_form
+from harmony_ds.profiling.sample import Sample, form_of_inputs
 from harmony_ds.runtime.micro_batch import loss_of
 from harmony_ds.scheduler.choose import PlanRequest, make_plan, may_move_crossing
 from harmony_ds.scheduler.costs import CostTable
@@ -399,7 +399,7 @@ def _sample_of(subject: Subject, config: Config, state: EngineState) -> Sample:
         with Autocast.entered(autocast):
             return subject.model(**named)
 
-    return Sample(subject.inputs, call, loss_of, seed=0, given=given_form(subject.inputs, None))
+    return Sample(subject.inputs, call, loss_of, seed=0, inputs_form=form_of_inputs(subject.inputs, None))
 
 
 def _smallest_slices(profile: Profile) -> Sizes:

@@ -271,7 +271,7 @@ class Profiler:
     def _key(self, calls: tuple[int, ...], sample: Sample, sizes: Sizes | None) -> dict[str, str]:
         """Return what a profile depends on; `sizes`: of its slices, None: several."""
         key = self._file.key(calls, shapes_of(sample.inputs))
-        key["arguments"] = sample.given
+        key["arguments"] = sample.inputs_form
         if sizes is None or sizes.cut:
             key["pieces"] = SEVERAL if sizes is None else str(sizes)
         layer_calls = self._runtime.layer_calls

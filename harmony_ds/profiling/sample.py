@@ -29,7 +29,7 @@ class Sample:
         surrogate_loss: from the outputs, what is propagated back from: the loss, or what takes about as long.
         seed: of its random numbers.
         modes: the model's training and requires_grad flags, and its settings, packed.
-        given: what else decides which operations the model runs, see `given_form`.
+        inputs_form: what else decides which operations the model runs, see `form_of_inputs`.
         trains: whether such micro-batches are propagated back from.
         inputs_beside: those of other forward passes that share its loss.
         in_groups: whether matrices with several times its rows hold as many for each of them (passages of each query).
@@ -40,7 +40,7 @@ class Sample:
     surrogate_loss: Objective
     seed: int
     modes: bytes = b""
-    given: str = ""
+    inputs_form: str = ""
     trains: bool = True
     inputs_beside: Any = ()
     in_groups: bool = False
@@ -48,7 +48,7 @@ class Sample:
     @property
     def form(self) -> object:
         """What decides which operations the model runs."""
-        return self.modes, self.given
+        return self.modes, self.inputs_form
 
     @property
     def rows(self) -> int:
@@ -108,7 +108,7 @@ def _is_mask(tensor: Tensor) -> bool:
     return whole and tensor.dim() > 1 and tensor.numel() > 0 and tensor.max().item() == 1
 
 
-def given_form(inputs: Any, autocast: Autocast | None) -> str:
+def form_of_inputs(inputs: Any, autocast: Autocast | None) -> str:
     """Return what of a call, beside shapes, decides which operations the model runs: autocast, dtypes, flags, zeros.
 
     Words are not in it: some are data (the name of a run).

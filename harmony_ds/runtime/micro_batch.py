@@ -49,7 +49,7 @@ class MicroBatch:
         backward_autocast: of the caller of backward on its loss; None: the one in force when it runs.
         context: the caller's context variables, likewise.
         state: what the call saw of the model.
-        given: what of its inputs and autocast decides which operations the model runs (`profiling.sample.given_form`).
+        inputs_form: what of them and of autocast decides which operations run (`profiling.sample.form_of_inputs`).
         home: the device of losses whose values the program reads.
         device: that it runs on, or the group of devices.
         count: how many micro-batches it stands for.
@@ -69,7 +69,7 @@ class MicroBatch:
     backward_autocast: Autocast | None = None
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
     count: int = 1
-    given: str = ""
+    inputs_form: str = ""
     reduce: Callable[[Any], Any] | None = None
     inputs: tuple[tuple[Any, ...], dict[str, Any]] = field(default_factory=lambda: ((), {}))
     lane: AnyLane | None = None

@@ -22,7 +22,7 @@ def evaluate(step: Step, batches: Sequence[CallInputs], loss_fn: LossFunction | 
     for index, arguments in enumerate(batches):
         micro_batch = new_micro_batch(context, step.number, index, arguments, context.model, reduce)
         pending = PendingMicroBatch(step, micro_batch, arguments, reduce, context.model)
-        is_known = context.planner.may_evaluate(micro_batch.inputs, micro_batch.given, pending.measured_modes)
+        is_known = context.planner.may_evaluate(micro_batch.inputs, micro_batch.inputs_form, pending.measured_modes)
         if context.world.any("evaluate", not is_known):
             step.measure(pending)
         evaluated.append(pending)

@@ -339,5 +339,5 @@ class OutputKinds:
         args, kwargs = call.inputs
         present = {key: value for key, value in (*enumerate(args), *kwargs.items()) if value is not None}
         words = frozenset((key, value) for key, value in present.items() if isinstance(value, str))
-        known = self._known[call.state.modes.training, frozenset(present), call.given]
+        known = self._known[call.state.modes.training, frozenset(present), call.inputs_form]
         return known, words if words in known or len(known) < MOST_WORDS else None

@@ -43,10 +43,10 @@ count those that have no less than the second."""
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """What the model has been measured with: inputs (`given_form`) and modes of a micro-batch, and how calls were cut."""
+    """What the model has been measured with: a micro-batch (`form_of_inputs`), its modes, and how calls were cut."""
 
     shapes: InputShapes
-    given: str
+    inputs_form: str
     modes: bytes
     cuts: Cuts
 
@@ -115,28 +115,26 @@ class Planner:
 
     # ---- what has been measured
 
-    def has_profiled(self, inputs: Any, given: str, modes: bytes | None = None) -> bool:
+    def has_profiled(self, inputs: Any, form: str, modes: bytes | None = None) -> bool:
         """Return whether no tensor of `inputs` is larger than what has been measured in `modes` (None: in any).
 
-        `given`: their form, see `given_form`.
+        `form`: theirs, see `form_of_inputs`.
         """
         shapes, cuts = shapes_of(inputs), self.cuts.now
         for known in self._measured:
-            is_alike = (known.given, known.cuts) == (given, cuts) and modes in (None, known.modes)
+            is_alike = (known.inputs_form, known.cuts) == (form, cuts) and modes in (None, known.modes)
             if is_alike and _dominates(known.shapes, shapes):
                 if modes is not None and known.shapes != shapes:
                     self._note_smaller(known.shapes, shapes)
                 return True
         return False
 
-    def may_evaluate(self, inputs: Any, given: str, modes: bytes) -> bool:
+    def may_evaluate(self, inputs: Any, form: str, modes: bytes) -> bool:
         """Return whether the plan is good for forward passes with `inputs` in `modes`, without gradients.
 
         They take no more than those in any modes that were measured, but rows of layers may depend on each other in others.
         """
-        return self.has_profiled(inputs, given) and not (
-            self.rows.cuts and not self.profiler.has_probed((modes, given))
-        )
+        return self.has_profiled(inputs, form) and not (self.rows.cuts and not self.profiler.has_probed((modes, form)))
 
     def _note_smaller(self, known: InputShapes, shapes: InputShapes) -> None:
         """Note that micro-batches differ in size: pieces of the one's memory serve the other's requests worse."""
@@ -172,7 +170,7 @@ class Planner:
             self.cuts.log(sample, self.rows, self.graph)
         shapes = shapes_of((sample.inputs, sample.inputs_beside))
         modes = sample.modes if sample.trains else b""
-        self._measured.append(_Measured(shapes, sample.given, modes, self.cuts.now))
+        self._measured.append(_Measured(shapes, sample.inputs_form, modes, self.cuts.now))
         if sample.trains:
             budget_bytes = self._runtime.device.budget_bytes
             self.progress.planned(self.choices[0], len(self.graph.calls), self.beside_bytes, budget_bytes)

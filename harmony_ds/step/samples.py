@@ -15,7 +15,7 @@ from harmony_ds.model.trees import map_tensors
 from harmony_ds.profiling import flops
 from harmony_ds.profiling.flops import FlopCounts
 from harmony_ds.profiling.passes import ModelPasses
-from harmony_ds.profiling.sample import Sample, given_form
+from harmony_ds.profiling.sample import Sample, form_of_inputs
 from harmony_ds.runtime.micro_batch import MicroBatch
 from harmony_ds.step.context import StepContext
 from harmony_ds.step.inputs import CallInputs, Inputs
@@ -59,7 +59,7 @@ def new_micro_batch(
         state=context.runtime.contract.read_state(),
         home=device.torch_device,
         device=device,
-        given=given_form(inputs, autocast),
+        inputs_form=form_of_inputs(inputs, autocast),
         reduce=reduce,
         inputs=inputs,
     )
@@ -129,7 +129,7 @@ def sample_of(pending: PendingMicroBatch, context: StepContext) -> Sample:
         pending.surrogate_loss,
         micro_batch.seed,
         pending.measured_modes,
-        micro_batch.given,
+        micro_batch.inputs_form,
         trains=micro_batch.reduce is None,
         inputs_beside=pending.inputs_beside,
     )

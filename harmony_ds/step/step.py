@@ -190,7 +190,7 @@ class Step:
         pending.called_at = calling_line()[:2]
         is_known = is_known and context.output_kinds.get(micro_batch) is not None
         modes = micro_batch.state.modes.flags
-        is_known = is_known and context.planner.has_profiled(micro_batch.inputs, micro_batch.given, modes)
+        is_known = is_known and context.planner.has_profiled(micro_batch.inputs, micro_batch.inputs_form, modes)
         if context.world.any("call the model", not is_known):
             self.measure(pending)
         if not self.micro_batches and context.forward_changes_buffers:
@@ -654,7 +654,7 @@ class Step:
     def _has_measured(self, pending: PendingMicroBatch) -> bool:
         """Return whether micro-batches that take no less memory have been measured, with a loss as its own."""
         inputs = pending.micro_batch.inputs, pending.inputs_beside
-        return self.context.planner.has_profiled(inputs, pending.micro_batch.given, pending.measured_modes)
+        return self.context.planner.has_profiled(inputs, pending.micro_batch.inputs_form, pending.measured_modes)
 
     def _check_recomputation(self, micro_batches: int) -> None:
         """Compare recomputed layers in the first step of several micro-batches; it waits for the device at each output.

@@ -19,7 +19,7 @@ from transformers.utils import ModelOutput
 from harmony_ds.device import CpuDevice
 from harmony_ds.errors import BatchError
 from harmony_ds.model.contract import Contract
-from harmony_ds.profiling.sample import given_form
+from harmony_ds.profiling.sample import form_of_inputs
 from harmony_ds.runtime.micro_batch import MicroBatch
 from harmony_ds.step.inputs import CallInputs
 from harmony_ds.step.output_kinds import CallForm, OutputKind, OutputKinds
@@ -248,9 +248,9 @@ def test_one_number_that_no_name_calls_a_loss_is_one_only_without_dimensions(wra
 
 def call_of(*args: Any, **kwargs: Any) -> MicroBatch:
     state, home = Contract(torch.nn.Linear(1, 1)).read_state(), torch.device("cpu")
-    inputs, given = (args, kwargs), given_form((args, kwargs), None)
+    inputs, form = (args, kwargs), form_of_inputs((args, kwargs), None)
     return MicroBatch(
-        0, 0, lambda: None, lambda outputs: None, None, state, home, CpuDevice(), given=given, inputs=inputs
+        0, 0, lambda: None, lambda outputs: None, None, state, home, CpuDevice(), inputs_form=form, inputs=inputs
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from harmony_ds.profiling.sample import given_form
+from harmony_ds.profiling.sample import form_of_inputs
 from harmony_ds.step import plan_composer
 from tests.engine.drive import config_of, engine_for, seed_of, sgd
 from tests.engine.residual_net import Net, batch_of, built
@@ -34,8 +34,8 @@ def test_micro_batches_that_are_larger_in_any_dimension_than_all_before_are_not_
         engine.train_batch(iter([batch_of(0)]))
         rows, columns = batch_of(0)["x"].shape
         sizes = [(rows, columns), (rows - 1, columns - 1), (rows + 1, columns), (rows, columns + 1)]
-        given = given_form([torch.empty(1)] * 2, None)
-        found = [planner_of(engine).has_profiled([torch.empty(size)] * 2, given) for size in sizes]
+        form = form_of_inputs([torch.empty(1)] * 2, None)
+        found = [planner_of(engine).has_profiled([torch.empty(size)] * 2, form) for size in sizes]
         assert found == [True, True, False, False]
 
 
