@@ -180,7 +180,7 @@ def _pool_bytes(request: PlanRequest, policy: Policy) -> int:
     Buffers that gradients are exchanged in come from another pool.
     """
     assert request.budget_bytes is not None
-    exchange_bytes = 0 if policy.alone or policy.reduce_on_host else request.exchange_bytes
+    exchange_bytes = request.exchange_bytes if policy.reduces_on_device else 0
     return max(0, request.budget_bytes - exchange_bytes - SEGMENT_BYTES)
 
 

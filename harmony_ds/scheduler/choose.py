@@ -114,7 +114,8 @@ def among_devices(request: PlanRequest, machine: Machine) -> tuple[PlanRequest, 
 
 
 def _reducing(request: PlanRequest, policy: Policy) -> PlanRequest:
-    taken, budget = 0 if policy.reduce_on_host else request.exchange_bytes, request.budget_bytes
+    """Return the request for `policy`, without the device memory that reducing gradients so takes."""
+    taken, budget = request.exchange_bytes if policy.reduces_on_device else 0, request.budget_bytes
     return replace(
         request,
         policy=policy,

@@ -263,6 +263,11 @@ class Policy:
         return self.devices == self.servers == 1
 
     @property
+    def reduces_on_device(self) -> bool:
+        """Whether devices add up their gradients in buffers of their own, which take device memory beside the plan."""
+        return not (self.alone or self.reduce_on_host)
+
+    @property
     def leave_whole(self) -> bool:
         """Whether the gradients that a device swaps out are all there are of their pack."""
         return self.grouping and self.alone

@@ -64,7 +64,7 @@ class BesidePlans:
 
     def exchange_bytes(self, plan: Plan) -> int:
         """Return the device memory that is set aside for exchanging gradients as `plan` does."""
-        return 0 if plan.policy.reduce_on_host else self._world.reduce_bytes(self._device)
+        return self._world.reduce_bytes(self._device) if plan.policy.reduces_on_device else 0
 
     def total_bytes(self, plan: Plan | None) -> int:
         """Return all that is no part of `plan`, the one in force, but for shared losses; None: there is none yet."""
