@@ -143,8 +143,11 @@ class CrossingTensors:
             for place in places:
                 place.tensor.data = tensor.as_strided(place.shape, place.strides, place.offset)
         for tensor, on_host in zip(made[len(held.values) :], held.gradients, strict=True):
-            assert on_host.holder.gradient is None, "a gradient came while others of its tensor were on the host"
-            on_host.holder.gradient = tensor
+            if on_host.holder.gradient is not None:  # of a later backward pass of the program
+                device.wait(Stream.COMPUTE, held.arrived)
+                on_host.holder.gradient = tensor + on_host.holder.gradient
+            else:
+                on_host.holder.gradient = tensor
             assert on_host.host is not None
             self._stash.release_buffer(on_host.host.buffer, held.arrived)
 

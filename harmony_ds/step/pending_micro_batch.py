@@ -80,6 +80,9 @@ class StepOfMicroBatch(Protocol):
     def check_divided_alike(self, steps: frozenset[int]) -> None:
         """Raise UnsupportedError if gradients that other engines have divided by `steps` are of no use here."""
 
+    def send_gradients(self, micro_batch: MicroBatch) -> None:
+        """Send the gradients that wait at outputs of a micro-batch's layers to the host, until its backward pass runs."""
+
 
 class PendingMicroBatch:
     """One micro-batch from its call to the end of its step, with the outputs and losses that the program has of it.
@@ -173,6 +176,17 @@ class PendingMicroBatch:
             return True
         self.micro_batch.outputs = None
         return self._entrance() is not None
+
+    def free_unread_outputs(self) -> None:
+        """Free the outputs of a forward pass that has run alone, if the program has nothing that would read them."""
+        if self.stage is Stage.RECEIVED and self.stand_ins() is None and not self.is_held:
+            self.micro_batch.outputs = None
+
+    def keep_outputs(self) -> None:
+        """Keep, of outputs of a forward pass that has run alone, what the program may still read after the step."""
+        if self.stage in RUN_ALONE and self.micro_batch.outputs is not None:
+            keep_values({self: self.micro_batch.outputs}, {})
+            self.micro_batch.outputs = None
 
     @property
     def measured_modes(self) -> bytes:
@@ -302,8 +316,8 @@ class PendingMicroBatch:
         self.uses_non_outputs |= not self.is_of_outputs
         backward_pass = None if self.loss.is_propagating else f"of autograd {torch._C._current_graph_task_id()}"
         self.step.handle(StepEvent.BACKWARD, self, backward_pass)
-        if self.inputs_require_grad:
-            torch.autograd.Variable._execution_engine.queue_callback(self._read_gradient)
+        at_end = self._read_gradient if self.inputs_require_grad else self.send_gradients
+        torch.autograd.Variable._execution_engine.queue_callback(at_end)
         divisor = self._divisor(frozenset())
         if divisor != 1 and self.joins_other_graphs:
             raise UnsupportedError(
@@ -318,6 +332,11 @@ class PendingMicroBatch:
         if self.stage in (Stage.FORWARDED, Stage.FAILED):  # FAILED: where a loss raised an error after the forward pass
             self.stage = Stage.RECEIVED
         self.shows_what_losses_use |= self.outputs_given is OutputsGiven.ON_TRIAL
+
+    def send_gradients(self) -> None:
+        """Let gradients that have come to its outputs wait on the host, once autograd has brought all of them."""
+        if self.step.is_open:
+            self.step.send_gradients(self.micro_batch)
 
     def _read_gradient(self) -> None:
         """Let gradients go on to the micro-batch's inputs, once autograd has brought all to its outputs."""
@@ -424,8 +443,8 @@ class PendingMicroBatch:
     def close(self, keeps_outputs: bool = True) -> None:
         """Drop graph, outputs and inputs; `keeps_outputs`: but for values that the program may still read."""
         self.close_heads()
-        if self.stage in RUN_ALONE and self.micro_batch.outputs is not None and keeps_outputs:
-            keep_values({self: self.micro_batch.outputs}, {})
+        if keeps_outputs:
+            self.keep_outputs()
         for node in self.nodes:
             if node.value is not None:
                 node.function, node.operands = None, ()

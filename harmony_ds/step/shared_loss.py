@@ -30,6 +30,9 @@ class LossMember(Source, Protocol):
     def note_gradient(self) -> None:
         """Note that gradients have come to its outputs, which a forward pass alone has computed."""
 
+    def send_gradients(self) -> None:
+        """Let gradients that have come to its outputs wait on the host."""
+
 
 class SharedLoss:
     """The loss that the program propagates back from: the sum of terms that are made of outputs of micro-batches.
@@ -121,6 +124,7 @@ class SharedLoss:
             self.is_propagating = False
         for member in self.members:
             member.note_gradient()
+            member.send_gradients()
             member.loss = SharedLoss(member)
 
 

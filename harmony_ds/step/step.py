@@ -25,7 +25,7 @@ from harmony_ds.optim.optimizer_chain import parts_of
 from harmony_ds.optim.schedules import ScheduleStep, can_step_back, check_schedule
 from harmony_ds.optim.updater import NormOptions
 from harmony_ds.runtime.failure import TaskFailure
-from harmony_ds.runtime.micro_batch import loss_of
+from harmony_ds.runtime.micro_batch import MicroBatch, loss_of
 from harmony_ds.runtime.outcome import Outcome
 from harmony_ds.scheduler.plan import Plan
 from harmony_ds.step.calling_line import calling_line
@@ -219,6 +219,8 @@ class Step:
         """
         for pending in [one for one in self.micro_batches if one.stage is Stage.FORWARDED and not one.is_in_reach()]:
             self._forget(pending)
+        for pending in self.micro_batches:
+            pending.free_unread_outputs()
 
     def _forget_passes_of_frozen_model(self) -> None:
         """Forget micro-batches that nothing can come of any more, since no step of a frozen model ends."""
@@ -385,6 +387,20 @@ class Step:
                 "which of them the first engine's gradients are to be divided by is not defined. Call "
                 "engine.backward(loss) of the engine whose accumulation steps it is to be, or let both have the same."
             )
+
+    def send_gradients(self, micro_batch: MicroBatch) -> None:
+        """Send the gradients that wait at outputs of a micro-batch's layers to the host, until its backward pass runs.
+
+        They may be as large as logits, and the plan has room for those of one micro-batch.
+        """
+        runtime = self.context.runtime
+        if runtime.device.count > 1 or not micro_batch.waiting_gradients():
+            return
+        with runtime.device.as_current():
+            if micro_batch.held_on_host is not None:  # from a backward pass before: gradients add up in their order
+                runtime.crossing_tensors.wait(micro_batch.held_on_host)
+            micro_batch.held_on_host = runtime.crossing_tensors.swap_out((), micro_batch.waiting_gradients())
+            runtime.crossing_tensors.free_leaving()
 
     def refuse_backward(self, pending: PendingMicroBatch, _: str | None = None) -> NoReturn:
         """Refuse to propagate back from a micro-batch whose step is over."""
@@ -598,6 +614,9 @@ class Step:
         check_same_step(context.world, len(wanted), hyper)
         if not wanted:
             return wanted
+        if is_boundary:
+            for pending in wanted:
+                pending.keep_outputs()
         self._measure_losses(wanted)
         losses = _losses_of(wanted)
         for loss in losses:

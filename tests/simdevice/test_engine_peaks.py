@@ -14,11 +14,14 @@ from harmony_ds import HarmonyEngine
 from harmony_ds.scheduler.plan import TaskKind
 from tests.cover import pairs
 from tests.engine.drive import config_of, engine_for, small_sgd
-from tests.engine.test_long_context import batch, llama
+from tests.engine.test_long_context import LOGITS_BYTES, batch, llama
 from tests.simdevice.device import SimDevice
 from tests.simdevice.peaks import GROUP, Case, Peak, train
 
-pytestmark = pytest.mark.fixed_times
+pytestmark = [
+    pytest.mark.fixed_times,
+    pytest.mark.filterwarnings("ignore:a loss or an output was looked at:RuntimeWarning"),
+]
 
 MOST = 1.15
 MODELS = ("gpt2", "llama", "bert", "t5", "mixtral", "opt", "SkipNet", "SharedDepthNet")
@@ -160,3 +163,20 @@ def test_what_waits_for_a_loss_of_several_forward_passes_in_tiles_of_tokens_is_p
         report = engine.memory_report()
     numbers = 64  # losses and what they are made of
     assert report.planned_peak_bytes / MOST <= report.device_peak_bytes <= report.planned_peak_bytes + numbers
+
+
+@pytest.mark.parametrize("stash", ["host", "device"])
+def test_what_waits_of_losses_that_are_read_early_is_planned(stash: str) -> None:
+    """Neither logits nor gradients of logits wait on the device for the boundary, whose plan has room for one of each."""
+    config = config_of(4, None, {"pack_layers": 1, "residency": "off", "stash": stash, "tokens": "off"})
+    with engine_for(llama(), small_sgd, config, device=SimDevice()) as engine:
+        for step in range(2):
+            for place in range(4):
+                loss = engine(**batch(4 * step + place)).loss
+                assert loss.item() > 0
+                engine.backward(loss)
+                engine.step()
+        report = engine.memory_report()
+        traffic = engine.swap_report()
+    assert report.device_peak_bytes <= report.planned_peak_bytes
+    assert traffic.device_to_host["activations"] >= 4 * LOGITS_BYTES
