@@ -85,6 +85,13 @@ def check(raw: Mapping[str, Any]) -> Checked:
     return checked
 
 
+def automatic_paths(raw: Mapping[str, Any]) -> list[str]:
+    """Return the paths of keys in `raw` that say "auto", and must not when an engine is made."""
+    checked = Checked()
+    _known_part(raw, ds_config_type(), "", checked)
+    return checked.automatic
+
+
 def ds_config_type() -> Any:
     """Import the pydantic model; without DeepSpeed's line on standard output about the device that it finds."""
     disabled = logging.root.manager.disable

@@ -290,6 +290,9 @@ def _batch_triple(model: Any, world_size: int) -> tuple[int, int, int]:
     from deepspeed.runtime.config import DeepSpeedConfig
 
     sizes = SimpleNamespace(**{key: getattr(model, key) for key in ("train_batch_size", MICRO_BATCH, STEPS)})
+    for key, number in vars(sizes).items():
+        if isinstance(number, int) and number <= 0:
+            raise ConfigError(f'"{key}" is {number}, and has to be greater than 0.')
     sizes.world_size = world_size
     if model.train_micro_batch_size_per_gpu == "auto":
         sizes.train_micro_batch_size_per_gpu = None

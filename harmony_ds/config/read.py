@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import base64
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ def read_config(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
     except (UnicodeDecodeError, ValueError):
         text = ""
     if not text.lstrip().startswith("{"):
-        raise ConfigError(f"{_EXPECTED} Received: {source}")
+        raise ConfigError(f"there is no file {source}. {_EXPECTED} Received: {source}")
     return _parse(text, "the base64 string")
 
 
@@ -68,3 +68,15 @@ def with_values(config: Mapping[str, Any], values: Mapping[str, object]) -> dict
         first, _, rest = path.partition(".")
         changed[first] = with_values(changed.get(first) or {}, {rest: value}) if rest else value
     return changed
+
+
+def without(config: Mapping[str, Any], paths: Iterable[str]) -> dict[str, Any]:
+    """Return a copy of `config` without the values at `paths`."""
+    left = dict(config)
+    for path in paths:
+        first, _, rest = path.partition(".")
+        if rest and isinstance(left.get(first), Mapping):
+            left[first] = without(left[first], [rest])
+        elif not rest:
+            left.pop(first, None)
+    return left

@@ -99,7 +99,7 @@ class RecordedCall:
             self._refuse_recomputed(outputs, name)
         if self.norms and not all(map(_alike, self.norms, norms_of(outputs), outputs)):
             raise ModelError(
-                f"layer {name} gave something else when it was run again in the backward pass of the first step: it reads "
+                f"layer {name} gave something else when it was run again in the backward pass: it reads "
                 "what another micro-batch's forward has set meanwhile (an attribute, a global variable), or draws random "
                 "numbers of a generator that is not torch's, Python's or NumPy's own. Pass such values as arguments: "
                 "docs/contract.md."

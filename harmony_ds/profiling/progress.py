@@ -111,8 +111,8 @@ class Progress(LayerCallObserver):
         differs = f"; not as planned: {deviation}" if deviation else ""
         self._say_once(
             "first step",
-            f"first step done in {duration(step_ms)}, {duration(predicted_ms)} predicted (the first one touches memory for "
-            f"the first time, and checks the model{differs}); engine.plan_report() compares later ones",
+            f"first step done in {duration(step_ms)}, {step_ms / predicted_ms:.1f} x as long as predicted: it checks the "
+            f"model, and touches memory for the first time{differs}. engine.plan_report() compares later steps",
         )
 
     # ---- how it is said

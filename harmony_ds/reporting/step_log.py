@@ -12,6 +12,7 @@ from torch import Tensor
 
 from harmony_ds.config import Config
 from harmony_ds.config.engine_settings import EngineSettings
+from harmony_ds.config.status_log import has_own_handler
 from harmony_ds.distributed.process_group import init_distributed
 from harmony_ds.errors import ConfigError
 from harmony_ds.reporting.profiled_engine import ProfiledEngine
@@ -149,7 +150,7 @@ def _monitor(config: Config) -> Any:
 def _show_progress() -> None:
     """Log progress, which was asked for by name, to standard output unless the program has a handler of its own."""
     _logger.setLevel(logging.INFO)
-    if not _logger.hasHandlers():
+    if not has_own_handler(_logger.name):
         handler = logging.StreamHandler(sys.stdout)
         handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] [harmony_ds] %(message)s"))
         _logger.addHandler(handler)

@@ -26,7 +26,8 @@ from harmony_ds.step.run import Run, RunKind
 from harmony_ds.step.undo import comes_after_updates, surviving, undo_run
 
 MOST_ATTEMPTS = 8
-"""How often the same micro-batches run, if each time the model calls layers that were not measured."""
+"""How often the same micro-batches run, if each time the model calls layers that were not measured; and how often, if each
+time the device runs out of memory."""
 
 
 class ErrorKind(enum.Enum):
@@ -75,11 +76,10 @@ class Recovery:
         self._run = run
         self.outcome = Outcome()
         self._budget = RetryBudget(context.runtime.device, context.planner)
-        self._errors = 0  # so far
+        self._measured_anew = self._planned_for_less = 0  # how often the run is made again so
 
     def recover(self, error: BaseException) -> Repetition:
         """Undo the run, and do what the table says about `error`: return how the run is to be made again, or raise."""
-        self._errors += 1
         remedy = self._remedy(self._kind_of(error))
         undo_run(self._context, self._run, self.outcome)
         return remedy.action(self, error)
@@ -118,11 +118,11 @@ class Recovery:
 
     def can_run_again(self) -> bool:
         """Whether the run can be measured, planned and made again, with the same results."""
-        return self._is_repeatable() and self._errors < MOST_ATTEMPTS
+        return self._is_repeatable() and self._measured_anew < MOST_ATTEMPTS - 1
 
     def was_made_too_often(self) -> bool:
         """Whether the run could be made again, and has been as often as it may."""
-        return self._is_repeatable() and self._errors >= MOST_ATTEMPTS
+        return self._is_repeatable() and self._measured_anew >= MOST_ATTEMPTS - 1
 
     def _is_repeatable(self) -> bool:
         run = self._run
@@ -144,7 +144,9 @@ class Recovery:
     def can_plan_for_less(self) -> bool:
         """Whether the run can be planned with a lower budget and made again."""
         runtime = self._context.runtime
-        if self._run.kind is RunKind.EVALUATION or not self.can_run_again():
+        if self._run.kind is RunKind.EVALUATION or not self._is_repeatable():
+            return False
+        if self._planned_for_less >= MOST_ATTEMPTS - 1:
             return False
         return runtime.world.size == 1 and runtime.device.budget_bytes is not None
 
@@ -154,11 +156,13 @@ class Recovery:
         """Let the run's micro-batches be measured, planned and run again, in all processes."""
         if not isinstance(error, PeerDiverged):
             self._context.world.tell_diverged()
+        self._measured_anew += 1
         return Repetition.MEASURED_ANEW
 
     def plan_for_less(self, error: torch.OutOfMemoryError) -> Repetition:
         """Let the run's micro-batches be planned for a lower budget, and run again."""
         self._budget.lower(error)
+        self._planned_for_less += 1
         return Repetition.FOR_LESS_MEMORY
 
     def raise_error(self, error: BaseException) -> NoReturn:
@@ -184,20 +188,21 @@ class Recovery:
     def refuse_another_attempt(self, _: BaseException) -> NoReturn:
         """Raise an error for a run that has been made as often as it may."""
         raise ModelError(
-            f"the model called layers that it was not measured with {MOST_ATTEMPTS} times in a row, each time others, "
-            "with the same inputs and random numbers of torch. Which layers a call runs must depend on those alone."
+            f"the same micro-batches were measured and run {MOST_ATTEMPTS} times, with the same random numbers of torch, "
+            "and the model called layers again that it had not called when it was measured. Which layers a call runs must "
+            "depend on its inputs and torch's random numbers alone."
         ) from None
 
     def give_up(self, error: BaseException) -> NoReturn:
         """End the engine, since something has been updated, and raise `error`."""
-        end_engine(self._context, self.outcome, error)
+        end_engine(self._context, error)
         raise error
 
 
-def end_engine(context: StepContext, outcome: Outcome, error: BaseException) -> None:
+def end_engine(context: StepContext, error: BaseException) -> None:
     """Note that the engine cannot go on, since `error` came after updates of its step."""
     if context.health.failed is None:
-        context.health.fail(f"a step failed after {outcome.updates_issued} packs had been updated: {error!r}")
+        context.health.fail(f"a step failed after its updates had begun: {error!r}")
 
 
 # ---- the table

@@ -44,7 +44,7 @@ def new_micro_batch(
     device = context.runtime.device
     if not arguments.tensors:
         raise BatchError(
-            f"micro-batch {index} holds no tensor (arguments: {[type(a).__name__ for a in args]}, "
+            f"micro-batch {index + 1} holds no tensor (arguments: {[type(a).__name__ for a in args]}, "
             f"{sorted(kwargs)}): pass what the model's forward takes."
         )
     # As if one process had taken the micro-batches of all in turn.

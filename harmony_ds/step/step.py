@@ -594,7 +594,7 @@ class Step:
             yield
         except BaseException as error:
             if comes_after_updates(self.context, self.outcome):
-                end_engine(self.context, self.outcome, error)
+                end_engine(self.context, error)
             self.state = StepState.FAILED
             self.drop()
             raise

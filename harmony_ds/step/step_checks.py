@@ -124,7 +124,7 @@ def _check_loss(
     if loss.is_meta or alone.isnan().all() or is_alike(alone, loss.cpu()):
         return
     raise ModelError(
-        f"the loss of micro-batch {index} of the first step is {loss.item():.7g} where its forward pass takes turns with "
+        f"the loss of micro-batch {index + 1} is {loss.item():.7g} where its forward pass takes turns with "
         f"others, layer by layer, and {alone.item():.7g} where it runs alone: forward reads something that another "
         f"micro-batch's has written (attributes that it sets: {contract.written()}), or draws random numbers of generators "
         "that are not torch's, Python's or NumPy's own. Nothing has been updated. Pass such values as arguments and "

@@ -62,14 +62,14 @@ MALFORMED: list[tuple[dict[Any, Any], str]] = [
     ),
     # batch sizes
     ({"train_micro_batch_size_per_gpu": None}, "Either train_batch_size or train_micro_batch_size_per_gpu needs"),
-    ({"train_micro_batch_size_per_gpu": 0}, "has to be greater than 0.*train_micro_batch_size_per_gpu 0"),
+    ({"train_micro_batch_size_per_gpu": 0}, '"train_micro_batch_size_per_gpu" is 0, and has to be greater than 0'),
     (
         {"train_micro_batch_size_per_gpu": 2.0},
         '"train_micro_batch_size_per_gpu": Input should be a valid integer, not 2.0',
     ),
-    ({"train_batch_size": 0}, "Train batch size: 0 has to be greater than 0"),
+    ({"train_batch_size": 0}, '"train_batch_size" is 0, and has to be greater than 0'),
     ({"train_batch_size": "8"}, "\"train_batch_size\": Input should be a valid integer, not '8'"),
-    ({"gradient_accumulation_steps": 0}, "has to be greater than 0.*gradient_accumulation_steps 0"),
+    ({"gradient_accumulation_steps": -1}, '"gradient_accumulation_steps" is -1, and has to be greater than 0'),
     (
         {"gradient_accumulation_steps": [4]},
         r'"gradient_accumulation_steps": Input should be a valid integer, not \[4\]',

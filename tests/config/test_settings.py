@@ -235,7 +235,6 @@ def test_the_third_of_the_batch_sizes_follows(
         (7, None, 2, 1, r"7 != 3 \* 2 \* 1"),
         (1, 2, None, 1, "batch_size 1, .*per_gpu 2, .*steps 0"),
         (2, None, 4, 1, "batch_size 2, .*per_gpu 0, .*steps 4"),
-        (2, None, 0, 1, "batch_size 2, .*steps 0"),
     ],
 )
 def test_batch_sizes_that_contradict_each_other_are_an_error_with_all_numbers(

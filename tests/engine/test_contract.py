@@ -301,7 +301,7 @@ def test_micro_batches_that_read_what_others_have_set_are_refused_in_the_first_s
     model = build_seeded(Masked)
     before = weights_of(model)
     with engine_for(model, sgd, config_of(2, None, {"pack_layers": 1})) as engine:
-        with pytest.raises(ModelError, match=r"loss of micro-batch 0 .*attributes that it sets: mask"):
+        with pytest.raises(ModelError, match=r"loss of micro-batch 1 .*attributes that it sets: mask"):
             engine.train_batch(iter([inputs(0), inputs(1)]))
         engine.finish_updates()
         assert_same(weights_of(model), before, bitwise=True)

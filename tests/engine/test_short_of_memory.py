@@ -150,7 +150,7 @@ def test_where_weights_were_updated_already_the_error_comes_up_and_the_engine_sa
             pytest.raises(torch.OutOfMemoryError, match="there are"),
         ):
             train_groups(engine, GROUPS[1:2])
-        with pytest.raises(EngineFailedError, match="packs had been updated"):
+        with pytest.raises(EngineFailedError, match="its updates had begun"):
             train_groups(engine, GROUPS[2:])
 
 

@@ -35,6 +35,14 @@ def test_lines_go_to_standard_error_if_the_program_handles_no_logs(
     assert capsys.readouterr() == ("", "[harmony_ds] measuring 2 layers with one micro-batch\n")
 
 
+def test_warnings_say_whose_they_are_if_the_program_handles_no_logs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle_no_logs(monkeypatch)
+    logging.getLogger("harmony_ds.step.call_cuts").warning("layer %s runs whole", "head")
+    assert capsys.readouterr() == ("", "[harmony_ds] layer head runs whole\n")
+
+
 @pytest.mark.parametrize("name", ["", "harmony_ds"])
 def test_lines_go_to_the_programs_own_handler_alone(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

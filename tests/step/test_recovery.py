@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from harmony_ds.distributed import PeerDiverged
-from harmony_ds.errors import DoesNotFitError, EngineFailedError, PeerFailedError
+from harmony_ds.errors import DoesNotFitError, EngineFailedError, ModelError, PeerFailedError
 from harmony_ds.runtime.micro_batch import OffPlanError
 from harmony_ds.step import recovery
 from harmony_ds.step.call_cuts import CallCuts
@@ -104,3 +104,35 @@ def test_every_kind_of_error_has_a_remedy() -> None:
 def test_the_table_of_the_docs_is_that_of_the_code() -> None:
     page = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text(encoding="utf-8")
     assert as_markdown() in page, "run python -m harmony_ds.step, and put what it prints there"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_runs_for_less_memory_do_not_count_among_those_that_measure_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine_for(Tiny(), sgd, config_of(1)) as engine:
+        drive = Drive(engine, monkeypatch)
+        drive.come_to(Before.NOTHING)
+        monkeypatch.setattr(recovery, "MOST_ATTEMPTS", 3)
+        engine._state.device.budget_bytes = GIB
+        out_of_memory = [torch.OutOfMemoryError("out of memory"), torch.OutOfMemoryError("out of memory")]
+        drive.model.troubles.extend([OffPlanError(), OffPlanError(), *out_of_memory])
+        drive.boundary()
+        assert not drive.model.troubles and engine.global_steps == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [(OffPlanError, "measured and run 3 times"), (lambda: torch.OutOfMemoryError("the third"), "the third")],
+)
+def test_what_comes_in_each_run_is_raised_in_the_last(
+    error: Callable[[], BaseException], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine_for(Tiny(), sgd, config_of(1)) as engine:
+        drive = Drive(engine, monkeypatch)
+        drive.come_to(Before.NOTHING)
+        monkeypatch.setattr(recovery, "MOST_ATTEMPTS", 3)
+        engine._state.device.budget_bytes = GIB
+        drive.model.troubles.extend(error() for _ in range(4))
+        with pytest.raises((ModelError, torch.OutOfMemoryError), match=said):
+            drive.boundary()
+        assert len(drive.model.troubles) == 1
