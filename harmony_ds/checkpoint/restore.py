@@ -88,12 +88,12 @@ def _with_names_of_model(snapshot: Snapshot, trained: Trained) -> Snapshot:
         for alias, first_name in tied.items():
             if alias in saved and first_name not in saved:
                 under_all_names[first_name] = saved[alias]
-        found: dict[str, TensorSource] = {}
+        sources: dict[str, TensorSource] = {}
         for name, source in under_all_names.items():
             is_known = name in values or name in trained.store.parameters
             if is_known and name not in tied:
-                found[name] = source
-        return found
+                sources[name] = source
+        return sources
 
     return replace(snapshot, parameters=renamed(snapshot.parameters), masters=renamed(snapshot.masters))
 

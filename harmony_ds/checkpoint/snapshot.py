@@ -198,8 +198,8 @@ class Snapshot:
 
 def listed(names: Iterable[str], most: int = 8) -> str:
     """Join names for a message, the first few of them."""
-    found = list(names)
-    text = ", ".join(found[:most])
-    if len(found) > most:
-        text += f" and {len(found) - most} more"
+    listed_names = list(names)
+    text = ", ".join(listed_names[:most])
+    if len(listed_names) > most:
+        text += f" and {len(listed_names) - most} more"
     return text

@@ -66,11 +66,11 @@ def _opened(
     if not exclude_frozen:
         snapshot.check_plain("a state dict of plain weights")
     sources = {n: snapshot.fp32(n) for n in snapshot.parameters if not (exclude_frozen and n in snapshot.frozen)}
-    found: dict[str, TensorSource] = {}
+    weights: dict[str, TensorSource] = {}
     for name, source in (snapshot.buffers | sources).items():
         is_code = source.dtype in _CODES  # of quantized weights: fp32 does not hold all values
-        found[name] = source if is_code else source.to(dtype)
-    return snapshot, found
+        weights[name] = source if is_code else source.to(dtype)
+    return snapshot, weights
 
 
 def main() -> None:
@@ -84,6 +84,6 @@ def main() -> None:
     parser.add_argument("-t", "--tag", help="default: the latest checkpoint")
     parser.add_argument("--exclude_frozen_parameters", action="store_true")
     parser.add_argument("-d", "--debug", action="store_true", help="no effect")
-    given = vars(parser.parse_args())
-    del given["debug"]
-    convert_zero_checkpoint_to_state_dict(**given)
+    arguments = vars(parser.parse_args())
+    del arguments["debug"]
+    convert_zero_checkpoint_to_state_dict(**arguments)

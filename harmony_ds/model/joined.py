@@ -122,12 +122,12 @@ class Joins:
         if len(requests) < 2 or not known or self._device_copies.are_hooked(called.names):
             return [Joined((place,), request) for place, request in enumerate(requests)]
         alike: dict[Any, list[int]] = {}
-        given = [LayerInputs.from_request(request) for request in requests]
-        for place, one in enumerate(given):
+        inputs = [LayerInputs.from_request(request) for request in requests]
+        for place, one in enumerate(inputs):
             alike.setdefault(_signature(requests[place], one, place), []).append(place)
         made: list[Joined] = []
         for places in alike.values():
-            members = [given[place] for place in places]
+            members = [inputs[place] for place in places]
             dims = self.dims[layer].get(members[0].arguments.kind) if len(places) > 1 else None
             joined = None if dims is None else self._joined(requests[places[0]], members, dims)
             if joined is None:
@@ -137,11 +137,11 @@ class Joins:
                 made.append(Joined(tuple(places), joined, dims, collectors, before))
         return made
 
-    def _joined(self, first: Request, given: Sequence[LayerInputs], dims: RowDims) -> Request | None:
-        """Return one call for those that were `given` alike, `first` among them; None: they cannot be joined."""
-        arguments = given[0].arguments
+    def _joined(self, first: Request, inputs: Sequence[LayerInputs], dims: RowDims) -> Request | None:
+        """Return one call for those of alike `inputs`, the `first` among them; None: they cannot be joined."""
+        arguments = inputs[0].arguments
         tensors: list[Tensor] = []
-        for dim, *several in zip(dims.inputs, *(one.tensors for one in given), strict=True):
+        for dim, *several in zip(dims.inputs, *(one.tensors for one in inputs), strict=True):
             if dim is None and not self._are_same(first.layer, several):
                 return None
             tensors.append(several[0] if dim is None else self._whole(several, dim))
@@ -244,20 +244,20 @@ class Joins:
             lists = [collector[key] for collector in call.collectors if collector is not None]
             new = [parts(one) for one in lists[0][before:]]
             del lists[0][before:]
-            for member, own in enumerate(lists):
-                own.extend(one[member] for one in new)
+            for member, collected in enumerate(lists):
+                collected.extend(one[member] for one in new)
         if next(dims, _END) is not _END:
             raise self.refuse("it returns fewer tensors than when it was measured", call.request.layer)
         return results
 
 
-def _signature(request: Request, given: LayerInputs, place: int) -> Any:
+def _signature(request: Request, inputs: LayerInputs, place: int) -> Any:
     """Return what is equal for calls that can be joined; `place` for one whose layer may write into its arguments."""
-    arguments = given.arguments
+    arguments = inputs.arguments
     if arguments.containers:
         return place
     plain = [leaf if leaf is None else _identity(leaf) for leaf in arguments.leaves]  # most are None: a tensor's place
-    tensors = [(t.shape, t.dtype, t.requires_grad) for t in given.tensors]
+    tensors = [(t.shape, t.dtype, t.requires_grad) for t in inputs.tensors]
     called = request.grad, arguments.positional, arguments.keywords, tuple(arguments.collected.items())
     structure = repr((arguments.places, arguments.shape, list(arguments.caches)))
     return called, _settings_of_caller(request), tuple(plain), tuple(tensors), structure
@@ -265,10 +265,10 @@ def _signature(request: Request, given: LayerInputs, place: int) -> Any:
 
 def _settings_of_caller(request: Request) -> Any:
     """Return what is equal for calls that find the same autocast, modes, settings of modules and context variables."""
-    own = None if request.lane_settings is None else request.lane_settings.signature
+    settings = None if request.lane_settings is None else request.lane_settings.signature
     collector = collector_variable()  # one for each micro-batch: what is in them is split
     variables = [(id(one), _identity(value)) for one, value in request.context.items() if one is not collector]
-    return request.autocast, request.around, own, frozenset(variables)
+    return request.autocast, request.around, settings, frozenset(variables)
 
 
 def _identity(value: Any) -> Any:

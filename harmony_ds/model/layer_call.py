@@ -278,13 +278,13 @@ class LayerCalls:
 
     def _inputs_of_head(self, request: Request) -> _HeadInputs | None:
         """Return what a call is given, if that may be the hidden states of tokens alone; else None."""
-        layer, given = self.layers[request.layer], LayerInputs.from_request(request)
-        if len(given.tensors) != 1 or not layer.may_be_sliced(given.arguments):
+        layer, inputs = self.layers[request.layer], LayerInputs.from_request(request)
+        if len(inputs.tensors) != 1 or not layer.may_be_sliced(inputs.arguments):
             return None
-        (hidden,) = given.tensors
+        (hidden,) = inputs.tensors
         if not hidden.is_floating_point() or hidden.dim() < 2:
             return None
-        return _HeadInputs(layer, request, given.arguments, hidden)
+        return _HeadInputs(layer, request, inputs.arguments, hidden)
 
     def may_be_head(self, request: Request, leaves: Leaves) -> bool:
         """Return whether a call gives each token, by itself, more values than it has: if it is the last, it is a head."""
@@ -303,12 +303,12 @@ class LayerCalls:
     def _run_without_grad(self, request: Request, leaves: Leaves, rows: Rows) -> Any:
         """Run a call that no gradient goes through, in slices of its rows if `rows` says so; return its outputs."""
         if rows.cuts:
-            given = LayerInputs.from_request(request)
-            slicing = self._slicing(request.layer, given, rows)
+            inputs = LayerInputs.from_request(request)
+            slicing = self._slicing(request.layer, inputs, rows)
             if slicing is not None:
-                call = RecordedCall(request, 0, given.arguments, [None] * len(given.tensors), slicing)
-                results = self._run_slices(call, slicing, given.tensors, leaves, RandomState)
-                return given.deliver(results, results.leaves)
+                call = RecordedCall(request, 0, inputs.arguments, [None] * len(inputs.tensors), slicing)
+                results = self._run_slices(call, slicing, inputs.tensors, leaves, RandomState)
+                return inputs.deliver(results, results.leaves)
         return self.run_attached(request, leaves)
 
     def forward(
@@ -328,10 +328,10 @@ class LayerCalls:
         if not request.grad:
             return self._run_without_grad(request, leaves, rows), None
         layer = self.layers[request.layer]
-        given, call = self._record(request, number, inter_layer)
-        call.slicing = self._slicing(request.layer, given, rows)
-        self._save_inputs(layer, call, given.tensors)
-        detached = [tensor.detach() for tensor in given.tensors]
+        inputs, call = self._record(request, number, inter_layer)
+        call.slicing = self._slicing(request.layer, inputs, rows)
+        self._save_inputs(layer, call, inputs.tensors)
+        detached = [tensor.detach() for tensor in inputs.tensors]
         try:
             if call.slicing is None:
                 call.states.append(read_state())
@@ -349,7 +349,7 @@ class LayerCalls:
             raise
         if self.checks_recomputation and call.slicing is None:
             call.norms = norms_of(results.tensors)
-        outputs = self._cut_outputs(layer, call, given, results, leaves)
+        outputs = self._cut_outputs(layer, call, inputs, results, leaves)
         self._check_seen(layer, call, results.wrote_inputs)
         return outputs, self._unless_without_gradient(call)
 
@@ -363,30 +363,30 @@ class LayerCalls:
         layer = self.layers[request.layer]
         if not request.grad or not layer.may_keep_graphs:
             return self.forward(request, number, leaves, inter_layer, read_state)
-        given, call = self._record(request, number, inter_layer)
-        results = layer.run(call, [tensor.detach() for tensor in given.tensors], leaves, call.targets)
+        inputs, call = self._record(request, number, inter_layer)
+        results = layer.run(call, [tensor.detach() for tensor in inputs.tensors], leaves, call.targets)
         call.states.append(read_state())  # after the call, as after a recomputation
-        outputs = self._cut_outputs(layer, call, given, results, leaves)
+        outputs = self._cut_outputs(layer, call, inputs, results, leaves)
         self._check_seen(layer, call, wrote_inputs=False)  # autograd itself checks inputs that a graph has saved
         call.keep_graph(results.tensors)
         return outputs, self._unless_without_gradient(call)
 
     def _record(self, request: Request, number: int, inter_layer: InterLayerGraph) -> tuple[LayerInputs, RecordedCall]:
         """Return the inputs of a call, on the current device, and a record without them that knows their targets."""
-        given = LayerInputs.from_request(request)
-        given.tensors = self._device_transfers.to_current(given.tensors)
-        targets = [inter_layer.target(tensor) if tensor.requires_grad else None for tensor in given.tensors]
+        inputs = LayerInputs.from_request(request)
+        inputs.tensors = self._device_transfers.to_current(inputs.tensors)
+        targets = [inter_layer.target(tensor) if tensor.requires_grad else None for tensor in inputs.tensors]
         request.args, request.kwargs = (), {}  # not kept
-        return given, RecordedCall(request, number, given.arguments, targets)
+        return inputs, RecordedCall(request, number, inputs.arguments, targets)
 
     def _cut_outputs(
-        self, layer: CalledLayer, call: RecordedCall, given: LayerInputs, results: CallOutputs, leaves: Leaves
+        self, layer: CalledLayer, call: RecordedCall, inputs: LayerInputs, results: CallOutputs, leaves: Leaves
     ) -> Any:
         """Return the outputs of a call for the model, cut from the layer's graph."""
         self._device_transfers.check_input_copies(layer.name)
-        outputs = cut_outputs(call, results, given.tensors, layer.parameter_storages(leaves), layer.name)
+        outputs = cut_outputs(call, results, inputs.tensors, layer.parameter_storages(leaves), layer.name)
         self._device_transfers.mark(outputs)  # including those in containers that the layer has written into
-        return given.deliver(results, outputs)
+        return inputs.deliver(results, outputs)
 
     def _unless_without_gradient(self, call: RecordedCall) -> RecordedCall | None:
         """Return `call`; or, if none of its outputs requires a gradient, discard it and return None."""
@@ -396,12 +396,12 @@ class LayerCalls:
         self.discard(call)
         return None
 
-    def _slicing(self, layer: int, given: LayerInputs, rows: Rows) -> Slicing | None:
+    def _slicing(self, layer: int, inputs: LayerInputs, rows: Rows) -> Slicing | None:
         """Return how a call of `layer` is sliced; None: not at all."""
         called = self.layers[layer]
-        if not (rows.cuts and called.may_be_sliced(given.arguments)):
+        if not (rows.cuts and called.may_be_sliced(inputs.arguments)):
             return None
-        return slicing_of(rows, layer, given.arguments.kind, given.tensors, called.draws)
+        return slicing_of(rows, layer, inputs.arguments.kind, inputs.tensors, called.draws)
 
     def _save_inputs(self, layer: CalledLayer, call: RecordedCall, tensors: list[Tensor]) -> None:
         """Save the inputs of a call, and buffers that it depends on and changes, for its recomputation."""
@@ -473,14 +473,14 @@ class LayerCalls:
                     tensors, bring = self._inputs_to_cut(layer, call, call.slicing)
                     parts = self._slices_to_run(call.slicing, call.slicing.backward)
                     pieces = call.slicing.propagated(*follow(tensors), bring, parts)
-                for number, (own, targets, given) in enumerate(pieces):
+                for number, (tensors, targets, arrived) in enumerate(pieces):
                     if number:
                         gather()
                     replay(call.states[min(number, len(call.states) - 1)])
                     if call.unread >= 0:
                         self._skip_unread(call)
-                    _run_again(layer, call, own, leaves, targets)
-                    _propagate(layer, call, leaves, given)
+                    _run_again(layer, call, tensors, leaves, targets)
+                    _propagate(layer, call, leaves, arrived)
 
     def _skip_unread(self, call: RecordedCall) -> None:
         """Let the recomputation of `call` that follows leave out what nobody reads, unless its outputs are compared."""
@@ -549,10 +549,10 @@ class LayerCalls:
         """
         layer = self.layers[request.layer]
         request = replace(request, context=request.context.copy())  # gets a collector of its own
-        given = LayerInputs.from_request(request)
-        targets: Targets = [GradientSum(t) if t.requires_grad else None for t in given.tensors]
-        call = RecordedCall(request, 0, given.arguments, targets, slicing)
-        detached = [t.detach() for t in given.tensors]
+        inputs = LayerInputs.from_request(request)
+        targets: Targets = [GradientSum(t) if t.requires_grad else None for t in inputs.tensors]
+        call = RecordedCall(request, 0, inputs.arguments, targets, slicing)
+        detached = [t.detach() for t in inputs.tensors]
         if slicing is None:
             call.states.append(RandomState())
             ends: Targets = [layer.reject_gradient if target else None for target in targets]
@@ -560,7 +560,7 @@ class LayerCalls:
         else:
             results = self._run_slices(call, slicing, detached, leaves, RandomState)
         call.output_gradients = [OutputGradient(0, t) if t.requires_grad else None for t in results.tensors]
-        call.tensors = [StashEntry(t, layer.name) for t in given.tensors]
+        call.tensors = [StashEntry(t, layer.name) for t in inputs.tensors]
         return call, [one.detach() if isinstance(one, Tensor) else one for one in results.leaves]
 
     def propagate_trial(self, call: RecordedCall, leaves: Leaves) -> list[Tensor | None]:

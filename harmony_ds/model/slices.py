@@ -100,12 +100,12 @@ class Slicing:
             SliceTarget(target, tensor, dim) if target is not None and dim is not None else target
             for target, tensor, dim in zip(targets, tensors, self.dims.inputs, strict=True)
         ]
-        own = [target for target in split if isinstance(target, SliceTarget)]
+        parts_of_targets = [target for target in split if isinstance(target, SliceTarget)]
         for part in parts:
-            for target in own:
+            for target in parts_of_targets:
                 target.part = part
             yield bring(self.inputs_of(part, tensors)), split, self.gradients_of(part, gradients)
-        for target in own:
+        for target in parts_of_targets:
             target.finish()
 
     def share_of(self, nbytes: int, dim: int | None) -> int:

@@ -175,12 +175,12 @@ class DeviceCopies:
             for piece in pieces:
                 target = buffer[offset : offset + piece.memory.numel()]
                 for part in _own_parts(total, rank, devices):
-                    own = slice(max(0, part.start - offset), max(0, part.stop - offset))
-                    memory = piece.memory[own]
+                    share = slice(max(0, part.start - offset), max(0, part.stop - offset))
+                    memory = piece.memory[share]
                     if disk is None:
-                        target[own].copy_(memory, non_blocking=True)
+                        target[share].copy_(memory, non_blocking=True)
                     else:
-                        from_disk.append((memory, target[own]))
+                        from_disk.append((memory, target[share]))
                     self._ledger.book_in(kind, memory.numel() * memory.element_size())
                 views |= {name: place.view(target) for name, place in piece.places.items()}
                 offset += piece.memory.numel()
@@ -321,12 +321,12 @@ class DeviceCopies:
             return None
         return copy.leaves[name].grad if self.accumulates_in_place else copy.gradients.get(name)
 
-    def apply_user_settings(self, copy: DeviceCopy, modes: object, own: Mapping[int, bool] = _NONE) -> None:
+    def apply_user_settings(self, copy: DeviceCopy, modes: object, lanes_trained: Mapping[int, bool] = _NONE) -> None:
         """Give the device copies the hooks, attributes and `requires_grad` that the program has set on the parameters.
 
         Args:
             modes: of the call that is about to run; where the leaves were set for these already, nothing is done.
-            own: `requires_grad` of the parameters that a lane has set it of for itself, by `id`.
+            lanes_trained: `requires_grad` of the parameters that a lane has set it of for itself, by `id`.
         """
         if copy.modes is modes:
             return
@@ -340,8 +340,8 @@ class DeviceCopies:
                 parameter, known = self._store.parameters[name], leaf.__dict__
                 hooks, attributes = parameter._backward_hooks, _attributes(parameter)
                 trained = parameter.requires_grad
-                if own:
-                    trained = own.get(id(parameter), trained)
+                if lanes_trained:
+                    trained = lanes_trained.get(id(parameter), trained)
                 are_new = False
                 for key in attributes:
                     are_new |= known.get(key) is not attributes[key]
@@ -363,15 +363,15 @@ class DeviceCopies:
                         "it before a step, or name a module that contains all that uses it in harmony.layers."
                     )
 
-    def names_trained_by(self, own: Mapping[int, bool], copy: DeviceCopy) -> list[str]:
-        """Return the parameters of `copy` that require a gradient by `own` (see `apply_user_settings`)."""
-        return [name for name in copy.leaves if own.get(id(self._store.parameters[name]))]
+    def names_trained_by(self, lanes_trained: Mapping[int, bool], copy: DeviceCopy) -> list[str]:
+        """Return the parameters of `copy` that require a gradient by `lanes_trained` (see `apply_user_settings`)."""
+        return [name for name in copy.leaves if lanes_trained.get(id(self._store.parameters[name]))]
 
     def are_hooked(self, names: Iterable[str]) -> bool:
         """Return whether the user has registered hooks on parameters among `names`."""
         with bypass_hooks():
-            own = self._store.parameters
-            return any(own[name]._backward_hooks for name in names if name in own)  # buffers have no hooks
+            parameters = self._store.parameters  # buffers have no hooks
+            return any(parameters[name]._backward_hooks for name in names if name in parameters)
 
     def add_gradient(self, copy: DeviceCopy, name: str, gradient: Tensor) -> None:
         """Add `gradient` (on any device, of any dtype) to the sum of `name`."""
@@ -407,12 +407,12 @@ class DeviceCopies:
 
 def _attributes(parameter: nn.Parameter) -> dict[str, Any]:
     """Return the attributes that the program has put on `parameter`: mostly none."""
-    found: dict[str, Any] = {}
-    own = parameter.__dict__
-    for key in own:
+    attributes: dict[str, Any] = {}
+    held = parameter.__dict__
+    for key in held:
         if key != LINK:
-            found[key] = own[key]
-    return found
+            attributes[key] = held[key]
+    return attributes
 
 
 def _own_parts(total: int, rank: int, devices: int) -> tuple[slice, ...]:

@@ -136,9 +136,9 @@ class HostGradients(GradientSums):
         """
         limit = self._limit  # read once: the update thread sets it to None when it fails
         if limit is not None:
-            own = [self._room(nbytes) for nbytes in packs]
-            largest = [max(own)] * (limit + extra)
-            self._buffers.reserve(own if sum(own) <= sum(largest) else largest)
+            of_each_pack = [self._room(nbytes) for nbytes in packs]
+            largest = [max(of_each_pack)] * (limit + extra)
+            self._buffers.reserve(of_each_pack if sum(of_each_pack) <= sum(largest) else largest)
 
     def _room(self, nbytes: int) -> int:
         """Return the bytes of a buffer for gradients of `nbytes`, and for their norms, if the device computes these."""
@@ -198,10 +198,10 @@ class HostGradients(GradientSums):
     def _layout_of(self, gradients: dict[str, Tensor]) -> tuple[dict[str, Region], int]:
         """Return where `gradients` lie in a buffer, and its number of elements: of a pack, the same in each step."""
         key = tuple([(name, gradient.shape) for name, gradient in gradients.items()])
-        found = self._layouts.get(key)
-        if found is None:
-            found = self._layouts[key] = layout_of(gradients, self._dtype.itemsize)
-        return found
+        layout = self._layouts.get(key)
+        if layout is None:
+            layout = self._layouts[key] = layout_of(gradients, self._dtype.itemsize)
+        return layout
 
     def copy_to_slot(
         self, gradients: dict[str, Tensor], leaves: Mapping[str, Tensor], check: Callable[[], None]

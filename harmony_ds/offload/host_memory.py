@@ -126,8 +126,8 @@ def _cgroups(root: Path) -> Iterator[HostRoom]:
             continue
         mount = next((mount for mount in mounts if mount.is_dir()), mounts[-1])
         # A limit may be set at any level. In a container the path may be the host's, and only the root exists.
-        own = mount.joinpath(*(part for part in path.split("/") if part and part != ".."))
-        yield from filter(None, (_cgroup(folder, *names) for folder in (own, *own.parents)))
+        cgroup = mount.joinpath(*(part for part in path.split("/") if part and part != ".."))
+        yield from filter(None, (_cgroup(folder, *names) for folder in (cgroup, *cgroup.parents)))
 
 
 def _cgroup(folder: Path, limit_file: str, usage_file: str, prefix: str) -> HostRoom | None:

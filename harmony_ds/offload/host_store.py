@@ -171,8 +171,8 @@ class HostStore:
 
     def tensors(self) -> list[Tensor]:
         """Return all memory of weights and masters."""
-        own = [master.detach() for name, master in self.masters.items() if master is not self.parameters[name]]
-        return [*self._slabs, *own]
+        masters = [master.detach() for name, master in self.masters.items() if master is not self.parameters[name]]
+        return [*self._slabs, *masters]
 
     def weight(self, name: str) -> Tensor:
         """Return the memory of the parameter `name` as a plain tensor: of a packed one, its bytes."""

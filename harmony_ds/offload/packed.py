@@ -161,15 +161,15 @@ class Packed:
 
     def _attribute_recipes(self, recipes: Recipes) -> list[tuple[nn.Module, str, Recipe]]:
         """Return how attributes of the owners are made that hold parts, or that forward may move parts into."""
-        found: list[tuple[nn.Module, str, Recipe]] = []
+        attributes: list[tuple[nn.Module, str, Recipe]] = []
         for module in self._owners:
             for key, value in vars(module).items():
                 if key in _OF_EVERY_MODULE:
                     continue
                 recipe = recipes.of(value) or recipes.of_state(value, type(self._tensor))
                 if recipe is not None:
-                    found.append((module, key, recipe))
-        return found
+                    attributes.append((module, key, recipe))
+        return attributes
 
     def _setting_holders(self) -> list[Any]:
         """Return the objects whose attributes say how it is quantized: itself, or what its modules hold for a plain one."""
@@ -230,10 +230,10 @@ class Packed:
         """
         views: list[Tensor] = []
         for part in self._parts:
-            own = memory[part.start : part.start + part.nbytes]
-            if not own.is_meta:
-                own = torch.from_numpy(own.numpy())
-            views.append(replace(part, start=0).view(own))
+            piece = memory[part.start : part.start + part.nbytes]
+            if not piece.is_meta:
+                piece = torch.from_numpy(piece.numpy())
+            views.append(replace(part, start=0).view(piece))
         for tensor in self._found:
             _place(tensor, views[self._part_of[id(tensor)]])
         if self._own is not None and self._own is not self._tensor:
@@ -304,18 +304,18 @@ def find_packed(model: nn.Module, dtype: torch.dtype, *, casts_frozen: bool) -> 
     if casts_frozen:
         cast.update(map(id, model.parameters()))
         for module in model.modules():
-            own = {id(parameter) for parameter in _own_parameters(module)}
-            if not own.isdisjoint(quantized):
-                cast -= own
+            ids = {id(parameter) for parameter in _own_parameters(module)}
+            if not ids.isdisjoint(quantized):
+                cast -= ids
     known = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    found: dict[str, Packed] = {}
+    packed: dict[str, Packed] = {}
     for name, parameter in model.named_parameters():
         is_frozen = not parameter.requires_grad
         keeps_dtype = id(parameter) in quantized or (parameter.dtype != dtype and id(parameter) not in cast)
         if is_frozen and keeps_dtype:
-            found[name] = Packed(name, parameter, owners[id(parameter)], known)
-            known |= found[name].ids
-    return found
+            packed[name] = Packed(name, parameter, owners[id(parameter)], known)
+            known |= packed[name].ids
+    return packed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -338,20 +338,20 @@ def find_packed_buffers(model: nn.Module, layers: Iterable[nn.Module]) -> dict[s
         for buffer in module._buffers.values():
             places[id(buffer)] = places.get(id(buffer), 0) + 1
     names = {module: name for name, module in model.named_modules()}
-    found: dict[str, OwnedBuffer] = {}
+    owned: dict[str, OwnedBuffer] = {}
     for module in dict.fromkeys(inner for layer in layers for inner in layer.modules()):
         if isinstance(module, nn.modules.batchnorm._NormBase) or not module._buffers:
             continue
-        own: dict[str, Tensor] = {}
+        buffers: dict[str, Tensor] = {}
         for key, buffer in module._buffers.items():
             is_plain = type(buffer) is Tensor and buffer.layout is torch.strided and not buffer.requires_grad
             if is_plain and buffer is not None and places[id(buffer)] == 1:
-                own[key] = buffer
-        if not any(map(_are_codes, own.values())) and not any(map(is_quantized, _own_parameters(module))):
+                buffers[key] = buffer
+        if not any(map(_are_codes, buffers.values())) and not any(map(is_quantized, _own_parameters(module))):
             continue
-        for key, buffer in own.items():
-            found[f"{names[module]}.{key}".removeprefix(".")] = OwnedBuffer(buffer, module, key)
-    return found
+        for key, buffer in buffers.items():
+            owned[f"{names[module]}.{key}".removeprefix(".")] = OwnedBuffer(buffer, module, key)
+    return owned
 
 
 def pack_buffers(buffers: Mapping[str, OwnedBuffer]) -> dict[str, Packed]:

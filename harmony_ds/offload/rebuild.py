@@ -119,11 +119,11 @@ class _OfWrapperParameter(Recipe):
 
     def make(self, tensors: Sequence[Tensor]) -> Tensor:
         made = self.tensor.make(tensors)
-        own = vars(made)
-        own["_is_param"] = True
+        attributes = vars(made)
+        attributes["_is_param"] = True
         for key, value in vars(self.parameter).items():
-            if key not in own and key != LINK:
-                own[key] = self.changed[key].make(tensors) if key in self.changed else value
+            if key not in attributes and key != LINK:
+                attributes[key] = self.changed[key].make(tensors) if key in self.changed else value
         return made
 
 
@@ -192,12 +192,12 @@ class Recipes:
                 yield from (f"{key}.{text}" for text in self.settings(one, depth + 1))
 
     def _of_values(self, values: Mapping[Any, Any], depth: int) -> dict[Any, Recipe]:
-        found: dict[Any, Recipe] = {}
+        recipes: dict[Any, Recipe] = {}
         for key, value in values.items():
             recipe = self.of(value, depth)
             if recipe is not None:
-                found[key] = recipe
-        return found
+                recipes[key] = recipe
+        return recipes
 
     def _is_state(self, value: Any) -> bool:
         return type(value).__module__.partition(".")[0] in self._packages and hasattr(value, "__dict__")

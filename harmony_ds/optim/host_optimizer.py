@@ -374,7 +374,7 @@ def _check_class(cls: type[torch.optim.Optimizer]) -> None:
 
 def _groups(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, int]:
     """Return the parameter group of each parameter of `optimizer`, by its name; OptimizerError: one has none."""
-    found: dict[str, int] = {}
+    places: dict[str, int] = {}
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             if id(parameter) not in names:
@@ -382,5 +382,5 @@ def _groups(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[
                     f"the optimizer's parameter group {index} holds a parameter of shape {tuple(parameter.shape)} "
                     "that is not one of the model's trainable parameters: build it from model.parameters()."
                 )
-            found[names[id(parameter)]] = index
-    return found
+            places[names[id(parameter)]] = index
+    return places

@@ -57,15 +57,15 @@ def split_groups(params: Mapping[str, Any], given: Iterable[Any]) -> list[dict[s
     split: list[dict[str, Any]] = []
     for group in groups:
         for use_muon, keys, own_rate in ((True, _OF_MUON, "muon_lr"), (False, _OF_ADAM, "adam_lr")):
-            own = [
+            chosen = [
                 p for p in _parameters_of(group) if p.requires_grad and bool(getattr(p, "use_muon", False)) is use_muon
             ]
             options = {key: params[key] for key in keys if key in params}
             if own_rate in params:
                 options["lr"] = params[own_rate]
             options.update({key: group[key] for key in keys if key in group})
-            if own:
-                split.append({**options, "params": own, "use_muon": use_muon})
+            if chosen:
+                split.append({**options, "params": chosen, "use_muon": use_muon})
     return split
 
 

@@ -54,10 +54,10 @@ class OptimizerChain(Optimizer):
                 f"the state has {len(groups)} parameter groups, and the optimizers of this chain {len(self.param_groups)}"
             )
         for part in self.parts:
-            own, groups = groups[: len(part.param_groups)], groups[len(part.param_groups) :]
-            numbers = {number for group in own for number in group["params"]}
+            part_groups, groups = groups[: len(part.param_groups)], groups[len(part.param_groups) :]
+            numbers = {number for group in part_groups for number in group["params"]}
             state = {number: value for number, value in states.items() if number in numbers}
-            type(part).load_state_dict(part, {"state": state, "param_groups": own})
+            type(part).load_state_dict(part, {"state": state, "param_groups": part_groups})
         self.follow_parts()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -71,22 +71,22 @@ def chained(parts: Sequence[Optimizer], around: Any = None) -> OptimizerChain:
     return made
 
 
-def as_one_optimizer(given: Any) -> Any:
+def as_one_optimizer(optimizer: Any) -> Any:
     """Return a chain for a sequence of optimizers, or for an object that holds several; return anything else as it is.
 
     Raises:
         OptimizerError: a sequence holds something else, or nothing.
     """
-    if isinstance(given, (list, tuple)):
-        wrong = [type(item).__name__ for item in given if not isinstance(item, Optimizer)]
-        if wrong or not given:
+    if isinstance(optimizer, (list, tuple)):
+        wrong = [type(item).__name__ for item in optimizer if not isinstance(item, Optimizer)]
+        if wrong or not optimizer:
             raise OptimizerError(
-                f"optimizer is a sequence of {len(given)}{f', with {wrong[0]} in it' if wrong else ''}: give one torch "
+                f"optimizer is a sequence of {len(optimizer)}{f', with {wrong[0]} in it' if wrong else ''}: give one torch "
                 "optimizer, or several over different parameters."
             )
-        return chained(given) if len(given) > 1 else given[0]
-    held = [] if given is None or isinstance(given, (OptimizerChain, type)) else _held_by(given)
-    return chained(held, around=given) if held else given
+        return chained(optimizer) if len(optimizer) > 1 else optimizer[0]
+    held = [] if optimizer is None or isinstance(optimizer, (OptimizerChain, type)) else _held_by(optimizer)
+    return chained(held, around=optimizer) if held else optimizer
 
 
 def parts_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:
@@ -94,15 +94,15 @@ def parts_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:
     return optimizer.parts if isinstance(optimizer, OptimizerChain) else (optimizer,)
 
 
-def _held_by(given: Any) -> list[Optimizer]:
+def _held_by(holder: Any) -> list[Optimizer]:
     """Return the optimizers that an object with a `step` holds in its attributes, if there are several.
 
     Return none if the object is an optimizer with parameters that they do not have: it steps those by itself.
     """
-    if not hasattr(given, "step") or not hasattr(given, "__dict__"):
+    if not hasattr(holder, "step") or not hasattr(holder, "__dict__"):
         return []
-    found: dict[int, Optimizer] = {}
-    for value in vars(given).values():
+    optimizers: dict[int, Optimizer] = {}
+    for value in vars(holder).values():
         items: Iterable[Any] = [value]
         if isinstance(value, (list, tuple)):
             items = value
@@ -110,16 +110,16 @@ def _held_by(given: Any) -> list[Optimizer]:
             items = value.values()
         for item in items:
             if isinstance(item, Optimizer):
-                found[id(item)] = item
-    if len(found) < 2:
+                optimizers[id(item)] = item
+    if len(optimizers) < 2:
         return []
-    if isinstance(given, Optimizer):
+    if isinstance(holder, Optimizer):
         theirs: set[int] = set()
-        for optimizer in found.values():
+        for optimizer in optimizers.values():
             theirs.update(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
-        if any(id(parameter) not in theirs for group in given.param_groups for parameter in group["params"]):
+        if any(id(parameter) not in theirs for group in holder.param_groups for parameter in group["params"]):
             return []
-    return list(found.values())
+    return list(optimizers.values())
 
 
 @contextmanager
@@ -164,8 +164,8 @@ class HostOptimizerChain(HostOptimizer):
         for hook in list(chain._optimizer_step_pre_hooks.values()):
             hook(chain, (), {})
         for part in self._parts:
-            own = {name: gradient for name, gradient in gradients.items() if part.trains(name)}
-            part.step_whole(own, sync_weights)
+            part_gradients = {name: gradient for name, gradient in gradients.items() if part.trains(name)}
+            part.step_whole(part_gradients, sync_weights)
         for hook in list(chain._optimizer_step_post_hooks.values()):
             hook(chain, (), {})
 

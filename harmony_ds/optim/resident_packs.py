@@ -192,7 +192,7 @@ class ResidentPacks(GradientSums):
 
     def leaves(self, names: Iterable[str]) -> Leaves:
         """Return the device's leaf tensors of those of `names` that are resident."""
-        found = Leaves({})
+        leaves = Leaves({})
         packed: dict[str, Tensor] = {}
         for name in names:
             if name not in self._weights:
@@ -200,10 +200,10 @@ class ResidentPacks(GradientSums):
             if name in self._store.packed:
                 packed[name] = self._weights[name]
             else:
-                found[name] = next(copy.leaves[name] for copy in self._packs if name in copy.leaves)
+                leaves[name] = next(copy.leaves[name] for copy in self._packs if name in copy.leaves)
         if packed:
-            found.add(self._device_copies.leaves_over(packed))
-        return found
+            leaves.add(self._device_copies.leaves_over(packed))
+        return leaves
 
     def evict_all(self) -> None:
         """Copy what changed to the host, and free everything on the device."""

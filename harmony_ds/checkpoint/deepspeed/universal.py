@@ -97,14 +97,14 @@ def _checked(snapshot: Snapshot) -> SavedOptimizer:
 def _write_files(snapshot: Snapshot, optimizer: SavedOptimizer, folder: Path) -> None:
     steps = {name: step for one in optimizer.groups for name, step in _steps_of(optimizer, one.parameters).items()}
     for name in snapshot.parameters:
-        own = folder / "zero" / name
-        own.mkdir(parents=True)
+        parameter_folder = folder / "zero" / name
+        parameter_folder.mkdir(parents=True)
         tensors = {"fp32": snapshot.fp32(name), **optimizer.states.get(name, {})}
         for key, source in tensors.items():
             if key != "step" and isinstance(source, TensorSource):
-                write_pickle(own / f"{key}.pt", {"cat_dim": 0, "param": source.compact().float()})
+                write_pickle(parameter_folder / f"{key}.pt", {"cat_dim": 0, "param": source.compact().float()})
         if name in steps:
-            write_pickle(own / "step.pt", steps[name])
+            write_pickle(parameter_folder / "step.pt", steps[name])
     write_pickle(folder / "zero" / "optimizer_state.pt", _optimizer_values(snapshot, optimizer))
     values = _model_values(snapshot, optimizer)
     write_pickle(folder / "mp_rank_00_model_states.pt", values)
@@ -113,8 +113,10 @@ def _write_files(snapshot: Snapshot, optimizer: SavedOptimizer, folder: Path) ->
 
 def _steps_of(optimizer: SavedOptimizer, names: Iterable[str]) -> dict[str, Any]:
     """Return the steps of parameters that DeepSpeed counts together: the most that any of them has."""
-    found = {name: optimizer.states[name]["step"] for name in names if "step" in optimizer.states.get(name, {})}
-    steps = {name: value.read().clone() if isinstance(value, TensorSource) else value for name, value in found.items()}
+    steps_found = {name: optimizer.states[name]["step"] for name in names if "step" in optimizer.states.get(name, {})}
+    steps = {
+        name: value.read().clone() if isinstance(value, TensorSource) else value for name, value in steps_found.items()
+    }
     most: Any = max(steps.values(), key=float, default=None)
     if fewer := [name for name, step in steps.items() if float(step) != float(most)]:
         _logger.warning("DeepSpeed counts steps once for a group: %s had fewer than %g", listed(fewer), float(most))
