@@ -29,7 +29,6 @@ from harmony_ds.offload.layout import blocks_of
 from harmony_ds.offload.native import GilFreeOp, gil_free_op
 from harmony_ds.offload.split_masters import SplitMasters, SplitStep
 from harmony_ds.optim.host_optimizer import HostOptimizer, Hyper, partial_optimizer
-from harmony_ds.optim.synced_state import plain_state
 
 StateTensors = dict[str, Tensor]
 """By name of a value of the optimizer's state (`exp_avg`): its tensor."""
@@ -186,7 +185,7 @@ class BlockOptimizer(HostOptimizer):
         return gradient.reshape(-1)[block.start - begin : block.stop - begin].contiguous()
 
     def _state(self, name: str) -> dict[str, Any]:
-        state: dict[str, Any] = plain_state(self.optimizer.state)[self._masters[name]]
+        state: dict[str, Any] = self._stepped_state[self._masters[name]]
         return state
 
     def _piece(self, name: str) -> slice:

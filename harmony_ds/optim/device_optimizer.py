@@ -94,7 +94,7 @@ class DeviceOptimizer:
         return {**values, **{key: flag for key, flag in flags.items() if key in values}}
 
     def watch_replaced_state(self) -> bool:
-        """Return whether `load_state_dict` has replaced the host's state since the last call."""
+        """Return whether the program has replaced the host's state since the last call."""
         return self._host.watch_replaced_state()
 
     def copy_state_to_device(self, name: str, parameter: nn.Parameter) -> int:

@@ -75,6 +75,8 @@ class HostOptimizer:
         # State of the whole optimizer, whose keys are not parameters, is shared; that of parameters is lent for their step.
         whole_state = {key: value for key, value in plain_state(optimizer.state).items() if id(key) not in names}
         self.part.state = defaultdict(dict, whole_state)
+        # Updates that are under way go on in this one, though the program puts another in its place.
+        self._stepped_state = plain_state(optimizer.state)
         if self.native:
             setattr(self.part, *gil_free_op(optimizer))
 
@@ -164,10 +166,12 @@ class HostOptimizer:
                 state[parameters[name]] = state.pop(self._masters[name])
 
     def watch_replaced_state(self) -> bool:
-        """Watch the state again if `load_state_dict` has replaced it; return whether it has."""
+        """Watch the state again, and step it from now on, if the program has replaced it; return whether it has."""
         if self._sync is None or isinstance(cast(Any, self.optimizer.state), SyncedState):
             return False
         self.watch_state(self._sync)
+        self._sync(())  # waits for updates of the one that was replaced
+        self._stepped_state = plain_state(self.optimizer.state)
         return True
 
     def state_of(self, name: str) -> dict[str, Any] | None:
@@ -201,7 +205,7 @@ class HostOptimizer:
     def step(self, gradients: Mapping[str, Tensor], hyper: Hyper) -> None:
         """Step the masters of `gradients` once; gradients are on the host, in the masters' dtype."""
         trained = {name: gradient for name, gradient in gradients.items() if name in self._group_of}
-        all_state = plain_state(self.optimizer.state)  # read each time: load_state_dict replaces it
+        all_state = self._stepped_state
         with bypass_hooks():
             parameters = {name: self._parameter_to_step(name) for name in trained}
             for name, parameter in parameters.items():

@@ -192,7 +192,7 @@ class HostOptimizerChain(HostOptimizer):
             part.unwatch_state()
 
     def watch_replaced_state(self) -> bool:
-        """Watch the states again that `load_state_dict` has replaced; return whether it has replaced any."""
+        """Watch the states again that the program has replaced; return whether it has replaced any."""
         replaced = [part.watch_replaced_state() for part in self._parts]
         return any(replaced)
 

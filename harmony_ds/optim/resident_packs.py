@@ -163,7 +163,7 @@ class ResidentPacks(GradientSums):
     @torch.inference_mode(False)  # optimizer state that is made meanwhile will be stepped in place
     def sync_to_device(self) -> None:
         """Copy to the device what has been written on the host."""
-        self._notice_replaced_state()
+        self.notice_replaced_state()
         for name in self._watched:
             self._find_write(name)
         for name, before in self._versions.items():
@@ -262,7 +262,7 @@ class ResidentPacks(GradientSums):
     @torch.inference_mode(False)
     @torch.no_grad()
     def _to_host(self, role: TensorRole, names: ParameterNames) -> None:
-        self._notice_replaced_state()
+        self.notice_replaced_state()
         stale = [name for name in names if name in self._newer_on_device[role]]
         if not stale:
             return
@@ -280,8 +280,8 @@ class ResidentPacks(GradientSums):
         # Noted only now: the wait may be interrupted, and the program may go on.
         self._newer_on_device[role].difference_update(stale)
 
-    def _notice_replaced_state(self) -> None:
-        """Count the optimizer's state as written on the host if `load_state_dict` has replaced it."""
+    def notice_replaced_state(self) -> None:
+        """Count the optimizer's state as written on the host if the program has replaced it."""
         if self._optimizer is not None and self._optimizer.watch_replaced_state():
             self._newer_on_device[TensorRole.STATE].clear()
             self._newer_on_host[TensorRole.STATE].update(self._stepped)

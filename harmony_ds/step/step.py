@@ -539,6 +539,7 @@ class Step:
         optimizer = context.state.host_optimizer
         assert optimizer is not None and context.override is not None
         context.override.check()
+        context.runtime.resident_packs.notice_replaced_state()
         hyper, norm_options = optimizer.hyper(), context.norm_options()
         if norm_options is not None and not clips:
             norm_options = replace(norm_options, max_norm=0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from tests.exactness.models import (
     WIDTH,
     Block,
     Net,
+    Slow,
     adamw,
     batches,
     changed_between_steps,
@@ -800,6 +802,24 @@ def optimizer_state_loaded(side: Side) -> Found:
     train(engine, batches(side.accumulation, seed=2))
     optimizer.load_state_dict(state)
     train(engine, batches(side.accumulation, seed=3))
+    return weights(model)
+
+
+class SlowMomentum(Slow):
+    """Updates that are still under way when step() has returned."""
+
+    elementwise = True
+
+
+@case(Setting(4, 0.0), Setting(1, 1.0))
+def optimizer_state_replaced(side: Side) -> Found:
+    """`optimizer.state = defaultdict(dict)` right after each step: momenta begin anew."""
+    model = Net()
+    optimizer = SlowMomentum(model.parameters(), lr=0.1, momentum=0.9)
+    engine = side.initialize(model, optimizer)
+    for step in range(3):
+        train(engine, batches(side.accumulation, seed=step))
+        optimizer.state = defaultdict(dict)
     return weights(model)
 
 
