@@ -66,6 +66,10 @@ def _make_object(children: Any, known: Any) -> Any:
 _slots_of: Any = copyreg._slotnames  # type: ignore[attr-defined]
 _ITEMS = _Kind(lambda value: (value, type(value)), _make_items)
 _DICT = _Kind(lambda value: (value.values(), (type(value), list(value))), _make_dict)
+_PROXY = _Kind(
+    lambda value: (value.values(), list(value)),
+    lambda children, keys: types.MappingProxyType(dict(zip(keys, children, strict=True))),
+)
 _OBJECT = _Kind(_open_object, _make_object)
 _LEAF_TYPES = (Tensor, nn.Module, type, enum.Enum, types.ModuleType, torch.Size, BaseException)
 _OPENED_MODULES = ("types", "collections", "argparse")
@@ -84,6 +88,8 @@ def _kind_of(cls: type) -> _Kind | None:
         return _ITEMS
     if issubclass(cls, dict):
         return _DICT
+    if cls is types.MappingProxyType:
+        return _PROXY
     return _OBJECT if _is_data(cls) else None
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import random
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -16,6 +18,8 @@ from harmony_ds.model.trees import flatten, unflatten
 from harmony_ds.step.pending import PendingTensor
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+_BUFFERS = (np.ndarray, bytearray, array)
+"""Classes of what a loop may fill anew for the next call, beside tensors and containers; arrays may hold objects."""
 
 
 class CallInputs:
@@ -95,4 +99,4 @@ def _own(leaf: Any) -> Any:
         )
     if isinstance(leaf, Tensor):
         return leaf.clone()
-    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+    return copy.deepcopy(leaf) if isinstance(leaf, _BUFFERS) else leaf

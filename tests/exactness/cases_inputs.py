@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -16,13 +18,35 @@ from tests.exactness.sides import Side
 @case(*ALL)
 def reused_input_buffer(side: Side) -> Found:
     """The loop copies every micro-batch into a NumPy array and a tensor; the loss is the model's."""
-    array, by = torch.empty(2, WIDTH).numpy(), torch.empty(2, dtype=torch.long)
+    rows, by = torch.empty(2, WIDTH).numpy(), torch.empty(2, dtype=torch.long)
 
     def loss(engine: Any, x: Tensor, labels: Tensor) -> Tensor:
-        array[:] = x.numpy()
-        return engine(torch.from_numpy(array), labels=by.copy_(labels))
+        rows[:] = x.numpy()
+        return engine(torch.from_numpy(rows), labels=by.copy_(labels))
 
     return trained(side, Net(), adamw, loss, steps=3)
+
+
+class OfBuffers(Net):
+    def forward(self, objects: Any, numbers: Any, data: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        shift = objects[0] + torch.tensor(numbers.tolist()) + torch.frombuffer(bytearray(data), dtype=torch.float32)
+        return super().forward(x + shift, objects[1])
+
+
+@case(*ALL)
+def reused_buffers_of_python(side: Side) -> Found:
+    """The loop fills a NumPy array of tensors, an array.array and a bytearray for every micro-batch."""
+    own, by = torch.zeros(WIDTH), torch.zeros(2, dtype=torch.long)
+    objects, numbers, data = np.array([own, by, None], dtype=object), array("f", [0.0] * WIDTH), bytearray(4 * WIDTH)
+
+    def loss(engine: Any, x: Tensor, labels: Tensor) -> Tensor:
+        own.copy_(x[0])
+        by.copy_(labels)
+        numbers[:] = array("f", x[1].tolist())
+        data[:] = x[0].numpy().tobytes()
+        return engine(objects, numbers, data, x)
+
+    return trained(side, OfBuffers(), adamw, loss)
 
 
 def normed() -> nn.Module:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import gc
+import types
 import weakref
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -50,6 +51,7 @@ def containers(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         some.map(lambda items: collections.deque(items, maxlen=5)),
         named,
         named.map(collections.OrderedDict),
+        named.map(types.MappingProxyType),
         named.map(lambda items: collections.defaultdict(list, items)),
         st.builds(Carried, children, children),
         st.builds(Frozen, children, children),
@@ -63,7 +65,7 @@ TREES = st.recursive(LEAVES, containers, max_leaves=12)
 
 def parts(value: Any) -> list[Any] | None:
     """Return a container's children without keys; None for a leaf."""
-    if isinstance(value, dict):
+    if isinstance(value, (dict, types.MappingProxyType)):
         return list(value.values())
     if isinstance(value, (list, tuple, collections.deque)):
         return list(value)
@@ -77,7 +79,7 @@ def same(a: Any, b: Any) -> bool:
     mine, others = parts(a), parts(b)
     if mine is None or others is None:
         return a is b if isinstance(a, Tensor) else type(a) is type(b) and a == b
-    keys = [list(one) if isinstance(one, dict) else None for one in (a, b)]
+    keys = [list(one) if isinstance(one, (dict, types.MappingProxyType)) else None for one in (a, b)]
     return type(a) is type(b) and keys[0] == keys[1] and len(mine) == len(others) and all(map(same, mine, others))
 
 
