@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor
 
 from harmony_ds.offload.host_store import HostStore, bypass_hooks
@@ -38,7 +39,8 @@ class UserGradients:
             if gradient is not None:
                 gradients[name] = gradient
                 with bypass_hooks():
-                    self._store.parameters[name].grad = None
+                    parameter = self._store.parameters[name]
+                    parameter.grad, parameter.grad_dtype = None, parameter.dtype
         self.popped += len(gradients)
         return gradients
 
@@ -60,4 +62,8 @@ class UserGradients:
         if not self._updater.is_updating(name):
             with bypass_hooks():
                 parameter = self._store.parameters[name]
-                parameter.grad = None if value is None else value.to(parameter.device)  # from a resident pack, maybe
+                parameter.grad = None
+                if value is not None:
+                    if value.dtype == torch.float32:  # as the engine's sums are, also of weights in another dtype
+                        parameter.grad_dtype = value.dtype
+                    parameter.grad = value.to(parameter.device)  # from a resident pack, maybe

@@ -105,6 +105,24 @@ def test_gradients_that_were_set_are_the_programs_again_after_the_step(
     assert_same(model, reference, bitwise=True)
 
 
+def test_gradients_in_bf16_may_be_set_as_they_are_read_in_fp32() -> None:
+    models = []
+    for sets in (False, True):
+        model = LLAMA.build(0.0)
+        with engine_for(model, adamw, config_of(4, 0.5, bf16={"enabled": True})) as engine:
+            for group in GROUPS:
+                hand_over(engine, group)
+                for parameter in model.parameters():
+                    if sets:
+                        parameter.grad = parameter.grad * 0.7
+                    else:
+                        parameter.grad.mul_(0.7)
+                engine.step()
+        models.append(model)
+        assert all(parameter.grad_dtype == torch.bfloat16 for parameter in model.parameters())
+    assert_same(*models, bitwise=True)
+
+
 def test_gradients_in_fp16_are_unscaled() -> None:
     expected = plain_gradients(LLAMA.build(0.0), GROUPS[0])
     model = LLAMA.build(0.0)
