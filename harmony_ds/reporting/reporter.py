@@ -91,7 +91,7 @@ class Reporter:
         return MemoryReport(
             device_peak_bytes=max(self._record.peaks),
             device_peaks=self._record.peaks,
-            planned_peak_bytes=0 if plan is None else plan.peak_bytes,
+            planned_peak_bytes=self._record.planned_peak_bytes,
             budget_bytes=device.budget_bytes,
             host_bytes=self._state.host_bytes(),
             counted="plan" if device.torch_device.type == "cpu" else "allocator",

@@ -96,7 +96,7 @@ class MemoryReport:
     Attributes:
         device_peak_bytes: the most in use during the last step, and what has run of the open one (on CUDA, since the model
             was last measured, or since the program has reset the peak); of several devices, on the one with most.
-        planned_peak_bytes: predicted by the plan.
+        planned_peak_bytes: predicted by the plan; more where losses or outputs that are read early take more.
         budget_bytes: the limit (None: unlimited).
         host_bytes: by kind: "weights", "masters", "optimizer", "gradients", "stash"; "casts": of 16-bit gradients
             for an optimizer that steps fp32; "chunks" of weights from a disk.

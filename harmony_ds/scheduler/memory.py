@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 from harmony_ds.scheduler.costs import CostTable
 from harmony_ds.scheduler.crossing import waiting_bytes
@@ -48,6 +47,7 @@ def walk_memory(
     others: Mapping[int, CostTable] | None = None,
     shared_losses: Sequence[tuple[int, ...]] = (),
     slices_from_host: bool = False,
+    forwarded: Sequence[int] = (),
 ) -> MemoryProfile:
     """Return the bytes alive while each task runs.
 
@@ -55,8 +55,10 @@ def walk_memory(
         others: costs by micro-batch, where they are not `costs`.
         shared_losses: sets of micro-batches that share a loss.
         slices_from_host: see `Policy`.
+        forwarded: micro-batches whose forward pass ran before the first task.
     """
-    return MemoryWalks(costs, slices_from_host).walk(packs, tasks, others=others, shared_losses=shared_losses)
+    walks = MemoryWalks(costs, slices_from_host)
+    return walks.walk(packs, tasks, others=others, shared_losses=shared_losses, forwarded=forwarded)
 
 
 class CostView:
@@ -67,7 +69,6 @@ class CostView:
         costs: the same; with each pack's own stash, where stashes go to the host.
         packs: `packs[i]` is of pack number i. Packs that have calls are numbered first (see `plan.Packing`): there are
             no gaps.
-        stash_before: by position, what the calls before it have stashed on the device.
         fused: the position at which the fused pack begins.
         backward_ends: the first position that a gradient flows through.
         loss_bytes: a micro-batch's loss and its scaled copy.
@@ -77,7 +78,6 @@ class CostView:
         self.measured = measured
         self.costs = costs
         self.packs = packs
-        self.stash_before = list(accumulate((call.stash.on_device_bytes for call in costs.costs), initial=0))
         self.fused = max(pack.first for pack in packs)
         needing = [position for position, cost in enumerate(costs.costs) if cost.needs_backward]
         self.backward_ends = min(needing, default=0)
@@ -101,13 +101,14 @@ class MemoryWalks:
         counts: Sequence[int] = (),
         others: Mapping[int, CostTable] | None = None,
         shared_losses: Sequence[tuple[int, ...]] = (),
+        forwarded: Sequence[int] = (),
     ) -> MemoryProfile:
         """Return the bytes alive while each task runs.
 
         Args:
             counts: how many micro-batches each one stands for; empty: for itself. A task of one that stands for several
                 takes 0 bytes: the micro-batches before and after it in the plan show what running takes.
-            others, shared_losses: see `walk_memory`.
+            others, shared_losses, forwarded: see `walk_memory`.
         """
         device_count = 1 + max(pack.device for pack in packs)
         kinds = {task.kind for task in tasks}
@@ -123,6 +124,10 @@ class MemoryWalks:
         for pack in packs:
             if not pack.positions and pack.index not in swapped_in:  # an earlier part of the step brought it
                 devices[pack.device].load_weights(pack.index)
+        if forwarded:
+            for micro_batch, stashing in _packs_with_stash(tasks, forwarded).items():
+                for number, device in enumerate(devices):
+                    device.hold_forwarded(micro_batch, [pack for pack in stashing if packs[pack].device == number])
         device_of_task = [packs[task.pack].device for task in tasks] if device_count > 1 else [0] * len(tasks)
         held = [devices[device].run_task(task) for device, task in zip(device_of_task, tasks, strict=True)]
         weights, activations = zip(*held, strict=True) if held else ((), ())
@@ -161,6 +166,17 @@ class MemoryWalks:
                 views.append(view)
             by_micro_batch[micro_batch] = view
         return by_micro_batch
+
+
+def _packs_with_stash(tasks: Sequence[Task], forwarded: Sequence[int]) -> dict[int, list[int]]:
+    """Return, by micro-batch whose forward pass ran before the first of `tasks`, the packs whose stash is on the device."""
+    returning = {(task.pack, task.micro_batch) for task in tasks if task.kind is TaskKind.STASH_IN}
+    found: dict[int, list[int]] = {micro_batch: [] for micro_batch in forwarded}
+    for task in tasks:
+        is_held = task.micro_batch in found and (task.pack, task.micro_batch) not in returning
+        if task.kind is TaskKind.BACKWARD and is_held:
+            found[task.micro_batch].append(task.pack)
+    return found
 
 
 class _Total:
@@ -272,7 +288,6 @@ class DeviceMemory:
         # By pack: sums of gradients, while those of one shared loss are added up:
         self._copied_sums = _BytesByOwner(held)
         self._held_between_passes: dict[int, int] = {}  # by micro-batch, where it is not what the table says
-        self._has_run: set[int] = set()  # micro-batches that an earlier task has run, or brought stash of
 
     def run_task(self, task: Task) -> tuple[int, int]:
         """Return the bytes of weights, and of everything else, while `task` runs; allocate and release what it does."""
@@ -298,12 +313,18 @@ class DeviceMemory:
             self._weights.set(index, pack.weight_bytes)
             self._gradients.set(index, pack.gradient_bytes)
 
+    def hold_forwarded(self, micro_batch: int, stashing: Sequence[int]) -> None:
+        """Hold what a micro-batch has whose forward pass ran before the first task; `stashing`: packs with stash here."""
+        view = self._other_views.get(micro_batch, self._default_view)
+        self._waiting.set(micro_batch, view.costs.held_bytes + view.loss_bytes)
+        if not self._slices_from_host:  # then it waits on the host
+            self._stash.set(micro_batch, sum(view.packs[pack].stash_bytes for pack in stashing))
+
     # ---- tasks that compute: they return the peak, without weights, gradients and the margin
 
     def _run_forward(self, task: Task, pack: PackBytes) -> int:
         micro_batch, times = task.micro_batch, self._times(task)
         keeps_graph = task.kind is TaskKind.FORWARD_FOR_GRAPH
-        self._has_run.add(micro_batch)
         self._release_waiting(micro_batch)
         peak = self._all_bytes + pack.forward_peak_bytes(keeps_graph)
         if keeps_graph:
@@ -320,7 +341,6 @@ class DeviceMemory:
 
     def _run_fused(self, task: Task, pack: PackBytes) -> int:
         micro_batch = task.micro_batch
-        self._has_run.add(micro_batch)
         sums_exist = self._add_gradients(task, pack)
         self._release_waiting(micro_batch)
         peak = self._all_bytes + pack.fused_peak_bytes(sums_exist)
@@ -337,7 +357,6 @@ class DeviceMemory:
         if ends_model and not pack.runs_with_loss:
             self._outputs.release(micro_batch)
         own_stash_bytes = pack.stash_bytes if self._slices_from_host else self._take_stash(task, pack)
-        self._has_run.add(micro_batch)
         self._release_waiting(micro_batch)
         if from_graph:
             self._graphs.release((task.pack, micro_batch))
@@ -374,8 +393,6 @@ class DeviceMemory:
         if self._returned_stash and self._returned_stash.release((task.pack, task.micro_batch)):
             return pack.returning_bytes
         stashed = self._stash.release(task.micro_batch)
-        if task.micro_batch not in self._has_run:  # its forward pass ran before the first task: all of it is there
-            stashed = self._view.stash_before[pack.last + 1]
         self._stash.set(task.micro_batch, max(0, stashed - pack.stash_bytes), self._times(task))
         return pack.stash_bytes
 
@@ -401,7 +418,6 @@ class DeviceMemory:
                 stashed = self._stash.release(task.micro_batch)
                 self._stash.set(task.micro_batch, max(0, stashed - pack.stash_bytes), self._times(task))
             case TaskKind.STASH_IN:
-                self._has_run.add(task.micro_batch)
                 self._leaving_bytes = 0
                 returning_bytes = self._view.packs[task.pack].returning_bytes
                 self._returned_stash.set((task.pack, task.micro_batch), returning_bytes)

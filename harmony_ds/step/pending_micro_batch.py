@@ -161,6 +161,14 @@ class PendingMicroBatch:
         return any(node.owner() is not None and node.value is None for node in self.nodes)
 
     @property
+    def keeps_outputs_on_device(self) -> bool:
+        """Whether outputs that its forward pass has computed, alone, are on the device: the program may hold them."""
+        if self.stage not in RUN_ALONE:
+            return False
+        values = [node.value for node in self.nodes if node.owner() is not None and node.value is not None]
+        return self.micro_batch.outputs is not None or any(value.ndim > 0 for value in values)
+
+    @property
     def is_of_evaluation(self) -> bool:
         """Whether it is an evaluation's without `torch.no_grad()`, as far as the program has shown."""
         return self.evaluates and self.stage in (Stage.QUEUED, Stage.FORWARDED) and not self.needs_backward

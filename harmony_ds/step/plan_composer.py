@@ -124,30 +124,77 @@ class PlanComposer:
             "train_micro_batch_size_per_gpu."
         )
 
-    def step(self, micro_batches: Sequence[MicroBatch], has_unlayered: bool) -> Plan:
+    def beside_bytes(self, own: Sequence[MicroBatch], others: Sequence[MicroBatch], outputs: int) -> int:
+        """Return what is on the device while a run goes on, and is no task's: of micro-batches whose forward pass has run.
+
+        Args:
+            own: the run's, of which it is what their outputs need.
+            others: of which it is all, but for gradients, which wait on the host.
+            outputs: of how many of them all the outputs are on the device.
+        """
+        _, costs = self._planner.costs
+        nbytes = outputs * costs.output_bytes
+        nbytes += len(others) * (costs.held_bytes + costs.held_and_stashed_bytes + 2 * costs.scalar_bytes)
+        for micro_batch in (*own, *others):
+            nbytes += sum(head.hidden.nbytes for *_, head in micro_batch.heads)
+        for micro_batch in others:
+            for position, call in micro_batch.calls:
+                if any(entry.device_tensor is not None for entry in call.entries):
+                    nbytes += costs.costs[position].stash.on_device_bytes
+        return nbytes
+
+    def step(self, micro_batches: Sequence[MicroBatch], has_unlayered: bool, beside_bytes: int = 0) -> Plan:
         """Return the step over `micro_batches`.
 
         Args:
             has_unlayered: whether an earlier run has left the unlayered parameters on the device.
+            beside_bytes: see there.
         """
         policy = self._policy_for(micro_batches, has_unlayered, sum(m.count for m in micro_batches))
-        return self._of_group(compose_step, micro_batches, has_unlayered, policy)
+        return self._of_group(compose_step, micro_batches, has_unlayered, policy, beside_bytes=beside_bytes)
 
-    def part_of_step(self, micro_batches: Sequence[MicroBatch], has_unlayered: bool, first: bool) -> tuple[Plan, Plan]:
+    def part_of_step(
+        self, micro_batches: Sequence[MicroBatch], has_unlayered: bool, first: bool, beside_bytes: int = 0
+    ) -> tuple[Plan, Plan]:
         """Return the step over some of its micro-batches, up to their last backward pass, and from there on.
 
         After the `first` part each micro-batch's gradient is added for itself: in the order of plain accumulation.
         """
         policy = self._policy_for(micro_batches, has_unlayered, len(micro_batches))
         policy = replace(policy, deferred_update=True, grouping=policy.grouping and first)
-        plan = self._of_group(compose_step, micro_batches, has_unlayered, policy)
+        plan = self._of_group(compose_step, micro_batches, has_unlayered, policy, beside_bytes=beside_bytes)
         split = len(plan.tasks) - len(compose_end(plan.packing, policy))
         return plan.part(0, split), plan.part(split)
 
-    def forward(self, micro_batch: MicroBatch, has_unlayered: bool) -> Plan:
-        """Return the forward pass of one micro-batch for itself."""
+    def forward(
+        self, micro_batch: MicroBatch, has_unlayered: bool, others: Sequence[MicroBatch] = (), outputs: int = 0
+    ) -> Plan:
+        """Return the forward pass of one micro-batch for itself.
+
+        If it does not fit beside the stash of `others`, whose forward passes have run, that goes to the host now.
+
+        Args:
+            others, outputs: see `beside_bytes`.
+        """
         policy = replace(self._planner.plan_for(1).policy, swaps_in_shares=False)  # the others may do something else
-        return self._of_group(compose_forward, [micro_batch], has_unlayered, policy)
+
+        def beside_others() -> Plan:
+            beside_bytes = self.beside_bytes((), others, outputs)
+            return self._of_group(compose_forward, [micro_batch], has_unlayered, policy, beside_bytes=beside_bytes)
+
+        plan = beside_others()
+        if others and self._runtime.device.count == 1 and not self._planner.has_room_for(plan.device_peaks):
+            self._send_stash(others)
+            plan = beside_others()
+        return plan
+
+    def _send_stash(self, micro_batches: Sequence[MicroBatch]) -> None:
+        stash = self._runtime.stash
+        with self._runtime.device.as_current():
+            stash.swap_out(
+                entry for micro_batch in micro_batches for _, call in micro_batch.calls for entry in call.entries
+            )
+            stash.free_copied()
 
     def evaluation(self, micro_batches: Sequence[MicroBatch], has_unlayered: bool) -> Plan:
         """Return the forward passes of a group without gradients, each pack swapped in once for all of them."""
@@ -170,8 +217,13 @@ class PlanComposer:
         has_unlayered: bool,
         policy: Policy,
         with_shared_losses: bool = True,
+        beside_bytes: int = 0,
     ) -> Plan:
-        """Return the plan of a group; not `with_shared_losses`: as if each of its micro-batches had its own loss."""
+        """Return the plan of a group, with `beside_bytes` on the device all the time.
+
+        Args:
+            with_shared_losses: False: as if each of its micro-batches had its own loss.
+        """
         fresh, forwarded = (tuple(m.index for m in micro_batches if m.forward_done is ran) for ran in (False, True))
         shared_losses: list[tuple[int, ...]] = []
         if with_shared_losses:
@@ -182,9 +234,11 @@ class PlanComposer:
         if self._planner.plan is not self._in_force:
             self._in_force = self._planner.plan
             self._composed.cache_clear()
-        return self._composed(compose, group, policy, joint)
+        return self._composed(compose, group, policy, joint, beside_bytes)
 
-    def _compose(self, compose: _Compose, group: Group, policy: Policy, joint: frozenset[int]) -> Plan:
+    def _compose(
+        self, compose: _Compose, group: Group, policy: Policy, joint: frozenset[int], beside_bytes: int
+    ) -> Plan:
         plan = self._in_force
         assert plan is not None
         tasks = compose(plan.packing, group, policy)
@@ -193,10 +247,12 @@ class PlanComposer:
             calls = tuple(replace(cost, stash=replace(cost.stash, new_bytes=0)) for cost in alone.costs)
             alone = replace(alone, costs=calls, held_bytes=0, output_bytes=0)
         from_host = policy.slices_from_host and compose is not compose_evaluation
-        walked = walk_memory(plan.packs, tasks, alone, dict.fromkeys(joint, costs), group.shared_losses, from_host)
-        peaks = tuple(plan.resident_bytes + peak for peak in walked.device_peaks)
+        others = dict.fromkeys(joint, costs)
+        walked = walk_memory(plan.packs, tasks, alone, others, group.shared_losses, from_host, group.forwarded)
+        peaks = tuple(plan.resident_bytes + beside_bytes + peak for peak in walked.device_peaks)
         plan = replace(plan, policy=policy, tasks=tasks, micro_batches=len(group.all), rows=self._planner.rows)
-        return replace(plan, activation_bytes=walked.activation_bytes, peak_bytes=max(peaks), device_peaks=peaks)
+        activation_bytes = tuple(nbytes + beside_bytes for nbytes in walked.activation_bytes)
+        return replace(plan, activation_bytes=activation_bytes, peak_bytes=max(peaks), device_peaks=peaks)
 
 
 def _by_loss(micro_batches: Sequence[MicroBatch]) -> list[Sequence[MicroBatch]]:

@@ -255,12 +255,16 @@ class Planner:
         most = tuple(map(max, peaks, self.plan.device_peaks))
         if most == self.plan.device_peaks:
             return True
-        budget_bytes = self.search.request(self.graph, self._group_size).budget_bytes
-        if budget_bytes is not None and max(most) > budget_bytes + self.beside.shared_loss_bytes:
+        if not self.has_room_for(most):
             return False
         plan = replace(self.plan, peak_bytes=max(most), device_peaks=most)
         self.choices = (replace(self.choices[0], plan=plan), *self.choices[1:])
         return True
+
+    def has_room_for(self, peaks: tuple[int, ...]) -> bool:
+        """Return whether the budget holds the peaks of a group."""
+        budget_bytes = self.search.request(self.graph, self._group_size).budget_bytes
+        return budget_bytes is None or max(peaks) <= budget_bytes + self.beside.shared_loss_bytes
 
     def make_room(self, nbytes: int) -> None:
         """Keep `nbytes`, or more than so far, for shared losses; plan with what is left from the next group on."""

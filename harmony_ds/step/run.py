@@ -33,6 +33,7 @@ class Run:
 
     Attributes:
         pending: the micro-batches that run.
+        beside: others of the step, whose forward pass has run alone, and whose backward pass has not.
         hyper: hyper-parameters for the updates.
         norm_options: how updates depend on the norm of all gradients; None: they do not wait for it.
         follows_part: whether a PART of the step has run before, whose gradients wait.
@@ -49,6 +50,7 @@ class Run:
     cannot_repeat: bool = False
     taken_gradients: int = 0
     update_plan: Plan | None = None
+    beside: Sequence[PendingMicroBatch] = ()
 
 
 @dataclass(slots=True)
@@ -83,18 +85,23 @@ def plan_run(context: StepContext, run: Run) -> PlannedRun:
     if run.kind is RunKind.EVALUATION:
         return PlannedRun(composer.evaluation(micro_batches, has_unlayered), micro_batches)
     context.runtime.contract.check([micro_batch.state for micro_batch in micro_batches])
+    others = [pending.micro_batch for pending in run.beside]
+    outputs = sum(pending.keeps_outputs_on_device for pending in (*run.pending, *run.beside))
     if run.kind is RunKind.FORWARD:
-        return PlannedRun(composer.forward(micro_batches[0], has_unlayered), micro_batches)
+        return PlannedRun(composer.forward(micro_batches[0], has_unlayered, others, outputs), micro_batches)
+    beside_bytes = composer.beside_bytes(micro_batches, others, outputs)
     for micro_batch in micro_batches:
         context.runtime.layer_calls.check_replayed(call for _, call in micro_batch.calls)
         micro_batch.check_unwritten()
     if run.kind is RunKind.PART:
         composer.make_room(micro_batches)
-        plan, rest = composer.part_of_step(micro_batches, has_unlayered, first=not run.follows_part)
+        plan, rest = composer.part_of_step(
+            micro_batches, has_unlayered, first=not run.follows_part, beside_bytes=beside_bytes
+        )
         return PlannedRun(plan, micro_batches, rest)
     micro_batches = composer.sets(micro_batches)
     composer.make_room(micro_batches)
-    plan = composer.step(micro_batches, has_unlayered)
+    plan = composer.step(micro_batches, has_unlayered, beside_bytes)
     # The plan's peak is that of passes whose losses and outputs are not read.
     is_as_planned = not any(pending.micro_batch.forward_done for pending in run.pending)
     planned = PlannedRun(plan, micro_batches, records=True, watches_peak=is_as_planned)
@@ -144,7 +151,7 @@ def _note_run(context: StepContext, run: Run, planned: PlannedRun) -> None:
     """Note what has run of the step, for its reports."""
     if run.kind is RunKind.EVALUATION:
         return
-    context.record.note_peaks()
+    context.record.note_peaks(planned.plan.peak_bytes)
     if run.kind is RunKind.FORWARD:
         context.record.note_forward_alone()
     elif run.kind in (RunKind.PART, RunKind.WHOLE):

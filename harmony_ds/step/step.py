@@ -325,7 +325,7 @@ class Step:
         self.forget_out_of_reach()
         self._check_recomputation(len(self.micro_batches))
         with self.context.record.working():
-            self.execute(Run(RunKind.FORWARD, [pending]))
+            self.execute(Run(RunKind.FORWARD, [pending], beside=self._run_alone([pending])))
         pending.forward_ran()
 
     def refuse_read_within_run(self, _pending: PendingMicroBatch) -> NoReturn:
@@ -707,7 +707,13 @@ class Step:
                     "begin a step", any(pending.stage in RUN_ALONE for pending in group)
                 ),
                 taken_gradients=self.context.runtime.user_gradients.popped,
+                beside=self._run_alone(group),
             )
+
+    def _run_alone(self, others: Sequence[PendingMicroBatch]) -> list[PendingMicroBatch]:
+        """Return the micro-batches beside `others` whose forward pass has run alone, and whose backward pass has not."""
+        ran_alone = [one for one in self.micro_batches if one.stage in RUN_ALONE and one.micro_batch.forward_done]
+        return [one for one in ran_alone if one not in others]
 
     def _divided(self, run: Run) -> AbstractContextManager[None]:
         """Return a context for a run whose gradients were divided where the program propagated back."""

@@ -24,6 +24,7 @@ class MeasuredStep:
         micro_batches: in the step.
         step_ms: the engine's time for it, at the boundary and before it; without the program's own.
         peaks: the most bytes in use on each device while it ran.
+        planned_peak_bytes: the most that a run of it was to take.
         traffic: the bytes that it moved.
         beside: the calls without gradients since the step before.
         sent_bytes: what it sent from this process's device to others'.
@@ -33,6 +34,7 @@ class MeasuredStep:
     micro_batches: int
     step_ms: float
     peaks: tuple[int, ...]
+    planned_peak_bytes: int
     traffic: Traffic
     beside: Beside
     sent_bytes: int
@@ -46,12 +48,14 @@ class _Runs:
     Attributes:
         ms: the engine's time so far.
         peaks: the most bytes in use on each device so far; (): nothing has run.
+        planned_peak_bytes: the most that one of the runs was to take.
         forwards_alone: forward passes that ran for themselves.
         groups: how many micro-batches each run of forward and backward passes had; those whose calls are joined are one.
     """
 
     ms: float = 0.0
     peaks: tuple[int, ...] = ()
+    planned_peak_bytes: int = 0
     forwards_alone: int = 0
     groups: list[int] = field(default_factory=list)
 
@@ -105,9 +109,17 @@ class StepRecord:
             if self._is_working:
                 self._runs.ms -= (time.perf_counter() - begin) * 1e3
 
-    def note_peaks(self) -> None:
-        """Note the peaks of what has run of the open step, since the device began to watch them."""
+    @property
+    def planned_peak_bytes(self) -> int:
+        """The most that the plan takes, or a run of the last step or of the open one was to take."""
+        plan, last = self._planner.plan, self.last
+        of_plan = 0 if plan is None else plan.peak_bytes
+        return max(of_plan, 0 if last is None else last.planned_peak_bytes, self._runs.planned_peak_bytes)
+
+    def note_peaks(self, planned_peak_bytes: int) -> None:
+        """Note the peaks of a run of the open step, since the device began to watch them, and what was planned."""
         self._runs.peaks = _most(self._state.device.peaks(), self._runs.peaks)
+        self._runs.planned_peak_bytes = max(planned_peak_bytes, self._runs.planned_peak_bytes)
 
     def note_forward_alone(self) -> None:
         """Note that the forward pass of one micro-batch has run for itself."""
@@ -131,6 +143,7 @@ class StepRecord:
             micro_batches=micro_batches,
             step_ms=runs.ms,
             peaks=runs.peaks or self._state.device.peaks(),
+            planned_peak_bytes=runs.planned_peak_bytes,
             traffic=self._state.ledger.drain(),
             beside=self._state.ledger.drain_beside(),
             sent_bytes=self._sent_before - sent_before,

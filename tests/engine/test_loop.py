@@ -212,6 +212,8 @@ def test_losses_that_are_read_and_not_propagated_from_take_no_part_in_the_next_s
         validation = [engine(**batch).loss for batch in [*GROUPS[1], *GROUPS[2]]]
         known = [loss.item() for loss in validation]
         loop(engine, GROUPS[:1])
+        assert engine.memory_report().planned_peak_bytes > planned  # while they were held
+        loop(engine, GROUPS[:1])
         assert engine.memory_report().planned_peak_bytes == planned
         assert [loss.item() for loss in validation] == known
 

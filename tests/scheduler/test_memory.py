@@ -354,14 +354,25 @@ def test_a_margin_is_added_to_whatever_computes() -> None:
         assert with_margin == without + 77
 
 
-def test_micro_batches_whose_forward_pass_ran_before_hold_their_stash_where_they_are_propagated() -> None:
+def test_micro_batches_whose_forward_pass_ran_before_hold_their_stash_until_they_are_propagated() -> None:
     costs = costs_of((0, 1), COST, held_bytes=3_000)
-    tasks = compose_step(reused(TWO), Group((), (0,)), ON_DEVICE)
-    profile = walk_memory(TWO, tasks, costs)
+    tasks = compose_step(reused(TWO), Group((), (0, 1)), ON_DEVICE)
+    profile = walk_memory(TWO, tasks, costs, forwarded=(0, 1))
     at = dict(zip(text(tasks).split(), profile.activation_bytes, strict=True))
 
-    assert at["B1.0"] == 500 + HELD + 60_000 + 2 * 8_000
-    assert at["B0.0"] == 2 * 500 + HELD + 60_000 + 8_000
+    other = HELD + 2 * 8_000
+    assert at["B1.0"] == 500 + HELD + 60_000 + 2 * 8_000 + other
+    assert at["B1.1"] == 500 + HELD + 60_000 + 2 * 8_000 + HELD + 4_000 + 8_000
+    assert at["B0.1"] == 2 * 500 + HELD + 60_000 + 8_000
+
+
+def test_what_has_left_of_micro_batches_whose_forward_pass_ran_before_is_not_there() -> None:
+    costs = costs_of((0, 1), COST, held_bytes=3_000)
+    tasks = compose_step(reused(TWO), Group((), (0, 1)), ON_HOST)
+    profile = walk_memory(TWO, tasks, costs, forwarded=(0, 1))
+    at = dict(zip(text(tasks).split(), profile.activation_bytes, strict=True))
+
+    assert at["I1"] == 2 * HELD
 
 
 @st.composite

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 from harmony_ds import HarmonyEngine
 from harmony_ds.scheduler.plan import TaskKind
+from tests import simdevice
 from tests.cover import pairs
 from tests.engine.drive import config_of, engine_for, small_sgd
 from tests.engine.test_long_context import LOGITS_BYTES, batch, llama
+from tests.families import Batch
 from tests.simdevice.device import SimDevice
 from tests.simdevice.peaks import GROUP, Case, Peak, train
 
@@ -165,18 +167,75 @@ def test_what_waits_for_a_loss_of_several_forward_passes_in_tiles_of_tokens_is_p
     assert report.planned_peak_bytes / MOST <= report.device_peak_bytes <= report.planned_peak_bytes + numbers
 
 
-@pytest.mark.parametrize("stash", ["host", "device"])
-def test_what_waits_of_losses_that_are_read_early_is_planned(stash: str) -> None:
-    """Neither logits nor gradients of logits wait on the device for the boundary, whose plan has room for one of each."""
-    config = config_of(4, None, {"pack_layers": 1, "residency": "off", "stash": stash, "tokens": "off"})
-    with engine_for(llama(), small_sgd, config, device=SimDevice()) as engine:
-        for step in range(2):
-            for place in range(4):
-                loss = engine(**batch(4 * step + place)).loss
-                assert loss.item() > 0
-                engine.backward(loss)
-                engine.step()
-        report = engine.memory_report()
-        traffic = engine.swap_report()
-    assert report.device_peak_bytes <= report.planned_peak_bytes
-    assert traffic.device_to_host["activations"] >= 4 * LOGITS_BYTES
+def read_loss(engine: HarmonyEngine, index: int) -> Tensor:
+    loss: Tensor = engine(**batch(index)).loss
+    assert loss.item() > 0
+    return loss
+
+
+def read_logits(engine: HarmonyEngine, index: int) -> Tensor:
+    """The program holds the logits while the step runs."""
+    logits = engine(input_ids=batch(index)["input_ids"]).logits
+    assert logits.amax(-1).isfinite().all()
+    return logits.float().logsumexp(-1).mean()
+
+
+def train_reading(engine: HarmonyEngine, read: Callable[[HarmonyEngine, int], Tensor], group: int) -> None:
+    for index in range(2 * group):
+        loss = read(engine, index)
+        engine.backward(loss)
+        engine.step()
+
+
+@pytest.mark.parametrize(
+    ("read", "stash", "tokens"),
+    [
+        (read_loss, "host", "off"),
+        (read_loss, "device", "off"),
+        (read_loss, "host", 16),
+        (read_logits, "host", "off"),
+        (read_logits, "device", "off"),
+    ],
+)
+def test_what_waits_of_micro_batches_that_are_read_early_is_planned(
+    read: Callable[[HarmonyEngine, int], Tensor], stash: str, tokens: Any
+) -> None:
+    """Gradients of logits wait on the host for the boundary: on the device there is room for those of one micro-batch."""
+    harmony = {"pack_layers": 1, "residency": "off", "stash": stash, "keep_graphs": False, "tokens": tokens}
+    with engine_for(llama(), small_sgd, config_of(4, None, harmony), device=SimDevice()) as engine:
+        train_reading(engine, read, 4)
+        memory, swaps = engine.memory_report(), engine.swap_report()
+    assert memory.device_peak_bytes <= memory.planned_peak_bytes
+    if tokens == "off":
+        assert memory.planned_peak_bytes < 5 * LOGITS_BYTES
+        assert swaps.device_to_host["activations"] >= 4 * LOGITS_BYTES
+
+
+def test_the_stash_of_a_forward_pass_alone_goes_to_the_host_where_it_does_not_fit_beside_others() -> None:
+    """A whole group has stashed little while its first layers run; a forward pass alone runs beside all stash of others."""
+    harmony = {"pack_layers": 1, "residency": "off", "keep_graphs": False, "prefetch": False}
+    peaks = []
+    for stash, budget in (("device", None), ("auto", 0)):
+        device = SimDevice(budget if budget is None else peaks[0])
+        config = config_of(6, None, {**harmony, "stash": stash})
+        try:
+            with engine_for(llama(vocab_size=96), small_sgd, config, device=device) as engine:
+                engine.train_batch(iter([short_batch(index) for index in range(6)]))
+                assert engine.plan is not None and engine.plan.policy.stash_on_host == 0
+                peaks.append(engine.memory_report().planned_peak_bytes)
+                for index in range(6):
+                    loss = engine(**short_batch(index)).loss
+                    assert loss.item() > 0
+                    engine.backward(loss)
+                    engine.step()
+                memory = engine.memory_report()
+                assert memory.device_peak_bytes <= memory.planned_peak_bytes
+                assert (memory.planned_peak_bytes == peaks[0]) is (budget is not None)
+                assert (engine.swap_report().device_to_host["activations"] > 6 * 2**17) is (budget is not None)
+        finally:
+            simdevice.set_limit(None)
+
+
+def short_batch(index: int) -> Batch:
+    """A batch of 96 words."""
+    return {"input_ids": batch(index)["input_ids"] % 96, "labels": batch(index)["input_ids"] % 96}
