@@ -1,6 +1,6 @@
 """What do in-batch negatives take of the device, and how close are their weights? Under small budgets, without a setting.
 
-    python -m benchmarks.retrievers.run [--rows 192 2048] [--write]
+    python -m benchmarks.retrievers.run [--rows 192 2048] [--programs one_input] [--parts 2 4] [--write]
 
 An encoder is trained with a loss over all rows of a micro-batch. Budgets hold a part of a layer call of all rows:
 
@@ -10,13 +10,15 @@ An encoder is trained with a loss over all rows of a micro-batch. Budgets hold a
     budget      share x call + weights
 
 Of two passes, the call is that of one of them.
-`--write` writes benchmarks/results/retrievers.json; docs/retrievers.md has the table of `--rows 192`.
+`--write` puts what is measured into benchmarks/results/retrievers.json, in the place of what that has of the same program,
+rows and part; docs/retrievers.md has its table.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertModel
 
 import harmony_ds
-from benchmarks.common import GIB, MIB, quiet, write_results
+from benchmarks.common import GIB, MIB, RESULTS, quiet, write_results
 from harmony_ds import DoesNotFitError
 
 ROWS, TOKENS, WIDTH, VOCABULARY, STEPS = (192, 2048), 32, 64, 512, 3
@@ -76,6 +78,10 @@ def two_inputs_joined(model: Any, queries: Tensor, passages: Tensor) -> Tensor:
 
 def two_passes(model: Any, queries: Tensor, passages: Tensor) -> Tensor:
     return in_batch(model(queries), model(passages))
+
+
+PROGRAMS: tuple[Program, ...] = (one_input, two_inputs_joined, two_passes)
+_NAMES = tuple(program.__name__ for program in PROGRAMS)
 
 
 def batches(rows: int) -> list[tuple[Tensor, Tensor]]:
@@ -143,12 +149,12 @@ def call_bytes(program: Program, rows: int) -> tuple[int, int]:
     return train(alone, rows, 1, LEAST)[1]["peak_bytes"] - weights, weights
 
 
-def runs_of(program: Program, rows: int) -> list[dict[str, Any]]:
+def runs_of(program: Program, rows: int, parts: Sequence[int]) -> list[dict[str, Any]]:
     """Return what was measured of one program under each budget."""
     call, weights = call_bytes(program, rows)
     plain = plainly(program, rows)
     found = []
-    for part in PARTS:
+    for part in parts:
         budget = call // part + weights
         row = {"program": program.__name__, "rows": rows, "part": part, "call_bytes": call, "budget_bytes": budget}
         try:
@@ -180,18 +186,30 @@ def table(runs: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def write(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Write `runs` among those that are in the results; return them all, in order."""
+    known = json.loads((RESULTS / "retrievers.json").read_text(encoding="utf-8"))["runs"]
+    by_place = {(one["rows"], _NAMES.index(one["program"]), one["part"]): one for one in (*known, *runs)}
+    merged = [one for _, one in sorted(by_place.items())]
+    write_results("retrievers", {"tokens": TOKENS, "width": WIDTH, "steps": STEPS, "runs": merged})
+    return merged
+
+
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--rows", type=int, nargs="+", default=ROWS)
+    arguments.add_argument("--programs", nargs="+", choices=_NAMES, default=_NAMES)
+    arguments.add_argument("--parts", type=int, nargs="+", default=PARTS)
     arguments.add_argument("--write", action="store_true")
     asked = arguments.parse_args()
     quiet()
     runs: list[dict[str, Any]] = []
     for rows in asked.rows:
-        for program in (one_input, two_inputs_joined, two_passes):
-            runs += runs_of(program, rows)
-            if asked.write:  # what has been measured is kept if the rest takes too long
-                write_results("retrievers", {"tokens": TOKENS, "width": WIDTH, "steps": STEPS, "runs": runs})
+        for program in PROGRAMS:
+            if program.__name__ in asked.programs:
+                measured = runs_of(program, rows, asked.parts)
+                # What has been measured is kept if the rest takes too long.
+                runs = write(measured) if asked.write else [*runs, *measured]
     print(table(runs))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,16 @@ import pytest
 import torch
 from datasets import Dataset
 from torch import Tensor
-from transformers import BertConfig, BertModel, BertTokenizerFast
+from transformers import BertConfig, BertModel, BertTokenizerFast, DistilBertConfig, DistilBertModel
 
 from harmony_ds import ModelError, OptimizerError
 from harmony_ds.integrations.transformers import HarmonyMixin
 
-pytestmark = [pytest.mark.fixed_times, pytest.mark.filterwarnings("ignore::DeprecationWarning:sentence_transformers")]
+pytestmark = [
+    pytest.mark.fixed_times,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:sentence_transformers"),
+    pytest.mark.filterwarnings("ignore:The MultipleNegativesSymmetricRankingLoss is deprecated:DeprecationWarning"),
+]
 
 sentence_transformers = pytest.importorskip("sentence_transformers")
 losses = pytest.importorskip("sentence_transformers.losses")
@@ -25,14 +30,9 @@ WORDS = [f"w{number}" for number in range(40)]
 SMALLEST = {"residency": "off", "pack_layers": 1, "stash": "host"}
 
 
-def encoder(folder: Path) -> Any:
-    """Return a BERT of two layers without dropout, with its tokenizer and mean pooling."""
-    vocabulary = folder / "vocab.txt"
-    vocabulary.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]), encoding="utf-8")
-    tokenizer = BertTokenizerFast(vocab_file=str(vocabulary))
-    torch.manual_seed(0)
+def bert(words: int) -> Any:
     config = BertConfig(
-        vocab_size=len(tokenizer),
+        vocab_size=words,
         hidden_size=32,
         num_hidden_layers=2,
         num_attention_heads=4,
@@ -41,7 +41,30 @@ def encoder(folder: Path) -> Any:
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
     )
-    BertModel(config).save_pretrained(folder)
+    return BertModel(config)
+
+
+def distilbert(words: int) -> Any:
+    config = DistilBertConfig(
+        vocab_size=words,
+        dim=32,
+        n_layers=2,
+        n_heads=4,
+        hidden_dim=64,
+        max_position_embeddings=32,
+        dropout=0.0,
+        attention_dropout=0.0,
+    )
+    return DistilBertModel(config)
+
+
+def encoder(folder: Path, transformer_of: Callable[[int], Any] = bert) -> Any:
+    """Return an encoder of two layers without dropout, with its tokenizer and mean pooling."""
+    vocabulary = folder / "vocab.txt"
+    vocabulary.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]), encoding="utf-8")
+    tokenizer = BertTokenizerFast(vocab_file=str(vocabulary))
+    torch.manual_seed(0)
+    transformer_of(len(tokenizer)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     transformer = models.Transformer(str(folder), max_seq_length=16)
     pooling = models.Pooling(transformer.get_embedding_dimension())
@@ -61,10 +84,19 @@ class Ours(HarmonyMixin, sentence_transformers.SentenceTransformerTrainer):  # t
     """The Trainer of sentence-transformers over the engine."""
 
 
-def trained(kind: Any, name: str, folder: Path, harmony: dict[str, Any] | None = None, **of_loss: Any) -> Any:
+def trained(
+    kind: Any,
+    name: str,
+    folder: Path,
+    harmony: dict[str, Any] | None = None,
+    transformer_of: Callable[[int], Any] = bert,
+    **of_loss: Any,
+) -> Any:
     """Train with the loss `name`; return the trainer."""
     folder.mkdir(exist_ok=True)
-    model = encoder(folder)
+    model = encoder(folder, transformer_of)
+    if name == "MatryoshkaLoss":
+        of_loss |= {"loss": losses.MultipleNegativesRankingLoss(model), "matryoshka_dims": [32, 16, 8]}
     trainer = kind(
         model=model,
         args=sentence_transformers.SentenceTransformerTrainingArguments(
@@ -90,13 +122,23 @@ def weights(trainer: Any) -> dict[str, Tensor]:
     return dict(trainer.model.state_dict())
 
 
-def test_in_batch_negatives_are_cut_where_they_do_not_fit(tmp_path: Path) -> None:
-    name = "MultipleNegativesRankingLoss"
-    plain = weights(trained(sentence_transformers.SentenceTransformerTrainer, name, tmp_path / "plain"))
-    whole = trained(Ours, name, tmp_path / "whole", SMALLEST)
+@pytest.mark.parametrize(
+    ("name", "transformer_of"),
+    [
+        ("MultipleNegativesRankingLoss", bert),
+        ("MultipleNegativesSymmetricRankingLoss", distilbert),
+        ("MatryoshkaLoss", distilbert),
+    ],
+)
+def test_in_batch_negatives_are_cut_where_they_do_not_fit(
+    name: str, transformer_of: Callable[[int], Any], tmp_path: Path
+) -> None:
+    given: Any = {"transformer_of": transformer_of}
+    plain = weights(trained(sentence_transformers.SentenceTransformerTrainer, name, tmp_path / "plain", **given))
+    whole = trained(Ours, name, tmp_path / "whole", SMALLEST, **given)
     assert all(torch.equal(value, plain[key]) for key, value in weights(whole).items())
     budget = whole.harmony_engine.memory_report().planned_peak_bytes // 2
-    ours = trained(Ours, name, tmp_path / "ours", {"device_memory_gib": budget / 2**30})
+    ours = trained(Ours, name, tmp_path / "ours", {"device_memory_gib": budget / 2**30}, **given)
     engine = ours.harmony_engine
     assert 0 < engine.plan.policy.backward_rows < ROWS
     assert engine.memory_report().device_peak_bytes <= budget
