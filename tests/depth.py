@@ -104,6 +104,7 @@ RULES: dict[str, Rule] = {
     "tests/optim/test_eight_bit_optimizers.py": one,
     "tests/optim/test_muon.py": one,
     "tests/optim/test_optimizer_chain.py": one,
+    "tests/runtime/test_garbage.py": one,
     "tests/scheduler": each_value,
     "tests/scheduler/test_graphs.py::test_what_is_certain_to_fit_fits_and_short_groups_tell_all": every_tenth,
     "tests/scheduler/test_search.py": one,
@@ -134,6 +135,7 @@ SLOW = """
     checkpoint/test_deepspeed.py::test_a_universal_checkpoint_is_read_back
     checkpoint/test_deepspeed.py::test_every_stage_of_deepspeed_goes_on_from_harmony
     checkpoint/test_deepspeed.py::test_harmony_goes_on_from_deepspeed
+    checkpoint/test_deepspeed.py::test_torn_and_foreign_checkpoints_of_deepspeed_are_refused
     checkpoint/test_kill.py::test_a_save_that_is_killed_before_any_of_its_moments_loses_nothing
     checkpoint/test_kill.py::test_runs_that_are_killed_at_any_moment_go_on_bit_for_bit
     checkpoint/test_kill.py::test_saving_takes_less_memory_than_two_layers
@@ -143,6 +145,7 @@ SLOW = """
     checkpoint/test_resume.py::test_another_plan_goes_on_bit_for_bit
     checkpoint/test_resume.py::test_saving_changes_nothing_and_leaves_resident_packs_on_the_device
     checkpoint/test_resume.py::test_the_familiar_loop_goes_on_at_its_boundary
+    cli/test_commands.py::test_a_base_can_be_quantized_where_adapters_are_trained
     cli/test_commands.py::test_a_batch_that_processes_do_not_divide_is_an_error
     cli/test_commands.py::test_a_closed_pipe_ends_the_command_quietly
     cli/test_commands.py::test_a_model_too_large_for_the_device_exits_with_3_and_names_ways_out
@@ -159,8 +162,10 @@ SLOW = """
     cli/test_commands.py::test_trace_of_a_model_that_does_not_fit_exits_with_3
     cli/test_commands.py::test_trace_takes_the_saved_plan_of_the_ds_config
     cli/test_commands.py::test_what_does_not_fit_beside_adapters_may_be_quantized
+    cli/test_commands.py::test_where_not_even_a_row_in_a_million_fits_the_answer_names_how_many_do
     config/test_errors.py::test_a_config_error_is_deepspeeds_too_where_deepspeed_is_loaded
     distributed/test_failures.py::test_a_model_that_waits_for_the_others_is_measured_by_all_as_often
+    distributed/test_failures.py::test_a_process_that_ended_as_it_lost_connections_is_not_named_without_that_reason
     distributed/test_failures.py::test_an_exception_after_first_updates_ends_all
     distributed/test_failures.py::test_reading_is_right_in_every_process
     distributed/test_failures.py::test_side_effects_in_every_process_are_refused_by_name
@@ -190,8 +195,12 @@ SLOW = """
     engine/test_surface.py::test_one_process_needs_no_launcher_no_environment_and_no_mpi
     engine/test_switches.py::test_the_search_finds_a_plan_within_a_budget
     engine/test_unet.py::test_less_than_its_weights_and_gradients_is_enough
+    estimate/test_forecast.py::test_several_devices_hold_weights_and_state_once_and_take_their_pieces_of_the_gradients
     estimate/test_survey.py::test_a_model_of_70_billion_parameters_takes_no_memory
+    estimate/test_survey.py::test_a_row_whose_logits_do_not_fit_is_estimated_in_tiles
     estimate/test_survey.py::test_a_saved_profile_stands_in_for_measuring
+    estimate/test_survey.py::test_joining_is_advised_for_short_rows_alone
+    estimate/test_survey.py::test_long_rows_take_no_more_device_memory_with_more_micro_batches
     estimate/test_survey.py::test_packs_do_not_stay_where_the_engine_lets_none_stay
     estimate/test_survey.py::test_the_budget_is_the_ds_configs_or_what_the_engine_would_take
     estimate/test_survey.py::test_times_are_the_rooflines
@@ -200,6 +209,7 @@ SLOW = """
     integrations/test_launchers.py::test_deepspeeds_launcher_of_several_processes_is_refused_for_a_pipeline
     integrations/test_quantized.py::test_trl_fine_tunes_and_aligns_adapters_on_a_quantized_base
     integrations/test_retrievers.py::test_in_batch_negatives_are_cut_where_they_do_not_fit
+    integrations/test_script.py::test_the_command_runs_a_module_and_names_what_is_wrong
     integrations/test_trainer.py::test_classification_with_evaluation_and_prediction
     integrations/test_trainer.py::test_sequence_to_sequence_with_generation
     integrations/test_trainer.py::test_training_arguments_may_carry_the_ds_config_and_the_saved_model_is_stock
@@ -217,6 +227,8 @@ SLOW = """
     model/test_slices.py::test_times_of_all_sizes_are_kept_in_the_profile
     scheduler/test_devices.py::test_several_devices_keep_packs_from_forward_to_backward_and_none_from_step_to_step
     scheduler/test_search.py::test_a_larger_budget_never_gives_a_slower_plan
+    scheduler/test_search.py::test_more_devices_are_used_where_one_thread_issues_their_work_fast_enough
+    scheduler/test_search.py::test_neighbours_are_tried_until_so_much_has_been_simulated
     scheduler/test_search.py::test_nothing_in_the_list_of_candidates_is_faster_than_what_is_chosen
     simdevice/test_engine_exactness.py::test_same_weights_and_peak_with_mechanisms_switched_off
     simdevice/test_engine_late.py::test_after_some_steps_nothing_more_is_page_locked_for_lengths_that_vary
@@ -225,6 +237,7 @@ SLOW = """
     simdevice/test_engine_residency.py::test_deepspeeds_optimizers_are_replaced_by_torchs_on_the_device
     step/test_allocator_retries.py::test_an_eighth_is_left_free_at_most_and_weights_are_those_of_one_plan
     step/test_fragments.py::test_a_plan_that_is_not_served_any_more_is_replaced
+    step/test_fragments.py::test_a_warning_says_that_the_allocator_cannot_serve_the_plan_that_was_found
     step/test_fragments.py::test_whole_calls_run_with_a_warning_where_the_allocator_could_serve_no_plan_at_all
 """
 """Tests that take seconds, in folders of which the others run: the mechanism has a faster test beside them."""
