@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -106,33 +107,48 @@ def test_the_table_of_the_docs_is_that_of_the_code() -> None:
     assert as_markdown() in page, "run python -m harmony_ds.step, and put what it prints there"
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_runs_for_less_memory_do_not_count_among_those_that_measure_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def fail_in_runs(drive: Drive, troubles: list[BaseException]) -> None:
+    """Let the next runs fail by `troubles`, the last one first, and what is measured in between not."""
+    executor = drive.step.context.executor
+    run = executor.run
+
+    def failing(*arguments: Any) -> None:
+        if troubles:
+            raise troubles.pop()
+        run(*arguments)
+
+    drive.patch.setattr(executor, "run", failing)
+
+
+@pytest.fixture
+def queued(monkeypatch: pytest.MonkeyPatch) -> Iterator[Drive]:
+    """An engine with a queued micro-batch and a budget, which makes a run three times at most."""
+    monkeypatch.setattr(recovery, "MOST_ATTEMPTS", 3)
     with engine_for(Tiny(), sgd, config_of(1)) as engine:
         drive = Drive(engine, monkeypatch)
         drive.come_to(Before.NOTHING)
-        monkeypatch.setattr(recovery, "MOST_ATTEMPTS", 3)
         engine._state.device.budget_bytes = GIB
-        out_of_memory = [torch.OutOfMemoryError("out of memory"), torch.OutOfMemoryError("out of memory")]
-        drive.model.troubles.extend([OffPlanError(), OffPlanError(), *out_of_memory])
-        drive.boundary()
-        assert not drive.model.troubles and engine.global_steps == 1
+        yield drive
 
 
-@pytest.mark.filterwarnings("ignore")
+def test_runs_for_less_memory_do_not_count_among_those_that_measure_anew(queued: Drive) -> None:
+    out_of_memory = [torch.OutOfMemoryError("out of memory"), torch.OutOfMemoryError("out of memory")]
+    troubles = [OffPlanError(), OffPlanError(), *out_of_memory]
+    fail_in_runs(queued, troubles)
+    queued.boundary()
+    assert not troubles and queued.engine.global_steps == 1
+
+
 @pytest.mark.parametrize(
     ("error", "said"),
     [(OffPlanError, "measured and run 3 times"), (lambda: torch.OutOfMemoryError("the third"), "the third")],
+    ids=["another way", "out of memory"],
 )
 def test_what_comes_in_each_run_is_raised_in_the_last(
-    error: Callable[[], BaseException], said: str, monkeypatch: pytest.MonkeyPatch
+    error: Callable[[], BaseException], said: str, queued: Drive
 ) -> None:
-    with engine_for(Tiny(), sgd, config_of(1)) as engine:
-        drive = Drive(engine, monkeypatch)
-        drive.come_to(Before.NOTHING)
-        monkeypatch.setattr(recovery, "MOST_ATTEMPTS", 3)
-        engine._state.device.budget_bytes = GIB
-        drive.model.troubles.extend(error() for _ in range(4))
-        with pytest.raises((ModelError, torch.OutOfMemoryError), match=said):
-            drive.boundary()
-        assert len(drive.model.troubles) == 1
+    troubles = [error() for _ in range(4)]
+    fail_in_runs(queued, troubles)
+    with pytest.raises((ModelError, torch.OutOfMemoryError), match=said):
+        queued.boundary()
+    assert len(troubles) == 1
