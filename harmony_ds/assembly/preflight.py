@@ -71,11 +71,14 @@ def refuse_small_budget(layers: Sequence[Layer], room: Room, reserve_bytes: int)
     need_bytes = most_bytes + reserve_bytes
     if need_bytes <= room.budget_bytes:
         return
-    reserved = f" {reserve_bytes:,} are set aside for libraries' workspaces and the allocator." if reserve_bytes else ""
+    reserved = (
+        f" {reserve_bytes:,} bytes are set aside for libraries' workspaces and the allocator." if reserve_bytes else ""
+    )
     raise DoesNotFitError(
         f"layer {largest} alone takes {most_bytes:,} bytes ({amount(most_bytes)}) of device memory for its weights and "
-        f"gradients, and the budget is {room.budget_bytes:,}.{reserved} Ways out: (1) raise harmony.device_memory_gib, to "
-        f"well above {gib_number(need_bytes)}; (2) name smaller layers in harmony.layers."
+        f"gradients, and the budget is {room.budget_bytes:,} bytes.{reserved} Ways out: (1) raise "
+        f"harmony.device_memory_gib, to well above {gib_number(need_bytes)} (GiB), since activations come beside them; (2) "
+        "name smaller layers in harmony.layers."
     )
 
 

@@ -29,15 +29,15 @@ SurveyUnder = Callable[[Config], Survey]
 """Function of a command that surveys the model on its machine under a ds_config."""
 _BF16_STATE = {"bf16.enabled": True, "bf16.bf16_master_weights_and_grads": True, "bf16.bf16_optimizer_states": True}
 _LESS_ON_HOST: tuple[tuple[Mapping[str, object], str], ...] = (
-    ({"data_types.grad_accum_dtype": "bf16"}, ""),
-    ({"gradient_clipping": 0}, ""),
     ({"harmony.split_masters": True}, " (the same bits)"),
-    ({"optimizer.type": "Lion"}, ""),
-    ({"harmony.stash": "device"}, ""),
+    ({"harmony.stash": "device"}, " (the same bits)"),
     (ON_DISK, " (the same bits, at the pace of a disk)"),
     (WEIGHTS_ON_DISK, " (the same bits, at the pace of a disk)"),
+    ({"data_types.grad_accum_dtype": "bf16"}, " (which rounds sums of gradients)"),
+    ({"gradient_clipping": 0}, ""),
+    ({"optimizer.type": "Lion"}, " (another optimizer)"),
 )
-"""Values of a ds_config that may need less host memory, each with a remark."""
+"""Values of a ds_config that may need less host memory, each with a remark: the ones that change least come first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,9 +217,8 @@ def _ways_to_less_on_host(now: Forecast) -> Iterator[str]:
         if total_bytes is not None:
             setting = json.dumps(with_values({}, values))[1:-1] + remark  # as in a ds_config, without its braces
             saved_bytes[setting] = now.host_total_bytes - total_bytes
-    most_first = sorted(saved_bytes, key=lambda setting: -saved_bytes[setting])
-    enough = [setting for setting in most_first if saved_bytes[setting] >= missing_bytes]
-    others = [setting for setting in most_first if 0 < saved_bytes[setting] < missing_bytes]
+    enough = [setting for setting, saved in saved_bytes.items() if saved >= missing_bytes]
+    others = [setting for setting, saved in saved_bytes.items() if 0 < saved < missing_bytes]
     for setting in enough:
         yield f"{setting}: {amount(saved_bytes[setting])} less, enough"
     for setting in others:

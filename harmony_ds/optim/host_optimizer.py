@@ -86,11 +86,16 @@ class HostOptimizer:
         hooks = (self.optimizer._optimizer_step_pre_hooks, self.optimizer._optimizer_step_post_hooks)
         return not _is_elementwise(self.optimizer) or any(hooks)
 
-    def step_whole(self, gradients: Mapping[str, Tensor], sync_weights: Callable[[], None]) -> None:
+    def step_whole(
+        self, gradients: Mapping[str, Tensor], note_update: Callable[[], None], sync_weights: Callable[[], None]
+    ) -> None:
         """Call the optimizer's own `step`, hooks included, with `gradients`.
 
-        `sync_weights` copies masters to weights. It is called right after the optimizer's arithmetic, as the first of the
-        optimizer's post hooks, since the user's hooks and an overriding `step` may read the weights.
+        Args:
+            note_update: called before the optimizer's arithmetic: as the last of its pre hooks, since the user's may raise
+                errors before anything is updated; before `step`, if that is not torch's way to call hooks.
+            sync_weights: copies masters to weights. It is called right after the optimizer's arithmetic, as the first of
+                the optimizer's post hooks, since the user's hooks and an overriding `step` may read the weights.
         """
         synced = False
 
@@ -100,15 +105,19 @@ class HostOptimizer:
                 synced = True
                 sync_weights()
 
-        hook = self.optimizer.register_step_post_hook(sync_once)
-        self.optimizer._optimizer_step_post_hooks.move_to_end(hook.id, last=False)  # type: ignore[attr-defined]
+        if not hasattr(type(self.optimizer).step, "hooked"):  # by torch, which has it call hooks
+            note_update()
+        before = self.optimizer.register_step_pre_hook(lambda *_: note_update())
+        after = self.optimizer.register_step_post_hook(sync_once)
+        self.optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # type: ignore[attr-defined]
         with bypass_hooks():
             for name, gradient in gradients.items():
                 self._masters[name].grad = gradient.to(self._masters[name].dtype)
         try:
             type(self.optimizer).step(self.optimizer)
         finally:
-            hook.remove()
+            before.remove()
+            after.remove()
             sync_once()
             with bypass_hooks():
                 for name in gradients:

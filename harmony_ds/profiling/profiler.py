@@ -42,6 +42,7 @@ from harmony_ds.profiling.timing import Timing
 from harmony_ds.runtime.garbage import release_frames
 from harmony_ds.runtime.runtime import Runtime
 from harmony_ds.scheduler.costs import CostTable
+from harmony_ds.scheduler.grid import gib_number
 from harmony_ds.scheduler.profile import Machine, Profile
 from harmony_ds.scheduler.rows import WHOLE_CALLS, Rows
 from harmony_ds.scheduler.sizes import WHOLE, Sizes, combined, doubling
@@ -331,7 +332,7 @@ def _explanation(device: Device, before: int, error: torch.OutOfMemoryError) -> 
     budget, reserve, peak = device.budget_bytes, device.reserve_bytes(), device.peak_bytes()
     limit = "there is no budget" if budget is None else f"the budget is {budget:,} bytes"
     limit += f", of which libraries' workspaces and the allocator's segments take {reserve:,}" if reserve else ""
-    raise_to = f" to well above {(reserve + peak) / 2**30:.2f}" if reserve else ""
+    raise_to = f" to well above {gib_number(reserve + peak)} (GiB)"
     requested = re.search(r"[\d.,]+ ([KMG]iB|bytes)", str(error))  # the first number of torch's message
     return (
         f"one layer with one micro-batch, which measuring holds, does not fit: {limit}. Up to {peak:,} bytes were "

@@ -117,8 +117,11 @@ class GradientTasks:
         if norm.coefficient is not None:
             for gradient in gradients.values():
                 gradient.mul_(norm.coefficient)
-        outcome.updates_issued = 1  # if it fails from here on, some weights may have been changed
-        optimizer.step_whole(gradients, partial(self._runtime.copy_masters_to_weights, gradients))
+
+        def note_update() -> None:
+            outcome.updates_issued = 1  # if it fails from here on, some weights may have been changed
+
+        optimizer.step_whole(gradients, note_update, partial(self._runtime.copy_masters_to_weights, gradients))
 
     def update_from_user_gradients(self, hyper: Hyper, norm_options: NormOptions | None) -> None:
         """Update from what the user's own backward passes left on `.grad` of host parameters, and nothing else."""

@@ -59,10 +59,10 @@ class PlanRequest:
     def budget(self) -> str:
         """The budget in an error."""
         if not self.beside_bytes or self.budget_bytes is None:
-            return f"{self.budget_bytes:,}"
+            return f"{self.budget_bytes:,} bytes"
         return (
-            f"{self.budget_bytes:,} (of {self.budget_bytes + self.beside_bytes:,}, {self.beside_bytes:,} are set aside for "
-            "libraries' workspaces, for the allocator, and for tensors that were on the device already)"
+            f"{self.budget_bytes:,} bytes (of {self.budget_bytes + self.beside_bytes:,}, {self.beside_bytes:,} are set "
+            "aside for libraries' workspaces, for the allocator, and for tensors that were on the device already)"
         )
 
     @property
@@ -150,20 +150,19 @@ def explain(plan: Plan, request: PlanRequest, graph: LayerGraph, costs: CostTabl
     rest = max(most, plan.peak_bytes - stays - min(2, len(packs)) * weights - gradients)
     pack_layers = request.settings.pack_layers or 1
     ways = (
-        f"raise harmony.device_memory_gib to {gib_number(plan.peak_bytes + request.beside_bytes)} or more",
+        f"raise harmony.device_memory_gib to {gib_number(plan.peak_bytes + request.beside_bytes)} (GiB) or more",
         "lower train_micro_batch_size_per_gpu",
         f"lower harmony.pack_layers (now {pack_layers})" if pack_layers > 1 else "",
         "name smaller layers in harmony.layers",
         "lower harmony.residency" if plan.policy.resident else "",
     )
     return (
-        f"the smallest plan needs {plan.peak_bytes:,} bytes ({amount(plan.peak_bytes)}) of device memory but the budget is "
-        f"{request.budget}: {plan.peak_bytes - request.budget_bytes:,} too many. It holds "
+        f"the smallest plan needs {plan.peak_bytes:,} bytes ({amount(plan.peak_bytes)}) of device memory, and the budget "
+        f"is {request.budget}: {plan.peak_bytes - request.budget_bytes:,} too many. It holds "
         f"{weights:,} bytes of weights for the largest pack (twice while the next pack is prefetched), {gradients:,} of "
         f"gradients, {stays:,} that are resident, and about {rest:,} of activations of "
-        f"{counted(plan.micro_batches, 'micro-batch')}. With one micro-batch, {operation} takes most: {most:,}. Ways out: "
-        + "; ".join(f"({number}) {way}" for number, way in enumerate(filter(None, ways), 1))
-        + "."
+        f"{counted(plan.micro_batches, 'micro-batch')}. With one micro-batch, {operation} takes most: {most:,} bytes. "
+        "Ways out: " + "; ".join(f"({number}) {way}" for number, way in enumerate(filter(None, ways), 1)) + "."
     )
 
 

@@ -28,7 +28,7 @@ from harmony_ds.profiling.profiler import Profiler
 from harmony_ds.profiling.sample import Sample
 from harmony_ds.runtime.runtime import Runtime
 from harmony_ds.scheduler.costs import CostTable
-from harmony_ds.scheduler.grid import counted, gib_number
+from harmony_ds.scheduler.grid import amount, counted, gib_number
 from harmony_ds.scheduler.packing import ElementBytes
 from harmony_ds.scheduler.plan import Plan
 from harmony_ds.scheduler.rows import Rows
@@ -103,12 +103,6 @@ class _Failure:
         """Return whether a plan needs less than with the cuts of `other`, as far as that is known."""
         needed, before = self.error.least_budget_bytes, other.error.least_budget_bytes
         return needed is None or before is None or needed < _LESS_WITH_TILES * before
-
-    @property
-    def needs(self) -> str:
-        """The budget that would do."""
-        nbytes = self.error.least_budget_bytes
-        return "it could not be measured" if nbytes is None else f"{nbytes:,} bytes ({gib_number(nbytes)} GiB)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,8 +226,8 @@ class CallCuts:
         step.
 
         Raises:
-            DoesNotFitError: none fits. The error is that of the attempt that needs least, and lists the others; layer calls
-                stay as that attempt had them.
+            DoesNotFitError: none fits. The error is that of the attempt that needs least, and says what others need; layer
+                calls stay as that attempt had them.
         """
         attempts = _Attempts(self, attempt)
         self.may_try_others, self._found_no_head = self.may_change, False
@@ -285,17 +279,22 @@ class CallCuts:
         return None
 
     def _least_error(self, failures: Sequence[_Failure]) -> DoesNotFitError:
-        """Cut layer calls as the attempt did that needs least, and return its error with what others need."""
-        error = smallest_failure([failure.error for failure in failures])
+        """Cut layer calls as the attempt did that needs least, and return its error with what others need.
+
+        Where none could be measured within the budget, that is the last one, which cuts most.
+        """
+        needs = [one.error.least_budget_bytes for one in failures if one.error.least_budget_bytes is not None]
+        error = smallest_failure([failure.error for failure in failures]) if needs else failures[-1].error
         least = next(failure for failure in failures if failure.error is error)
         self.set(least.cuts)
         if len(failures) == 1:
             return error
-        tried = "\n".join(f"  {failure.cuts}: {failure.needs}" for failure in failures)
-        whole = DoesNotFitError(
-            f"{error}\nThat is with {least.cuts}. Layer calls were cut in these ways, and each needs a budget:\n{tried}",
-            error.least_budget_bytes,
-        )
+        said = f"{error}\nThat is with {least.cuts}, the least of {len(failures)} ways to cut layer calls."
+        if len(needs) > 1:
+            said += f" Others need up to {amount(max(needs))} ({gib_number(max(needs))} GiB)."
+        if unmeasured := len(failures) - len(needs):
+            said += f" {unmeasured} did not fit while they were measured, one layer with one micro-batch at a time."
+        whole = DoesNotFitError(said, error.least_budget_bytes)
         whole.__cause__ = error.__cause__
         return whole
 

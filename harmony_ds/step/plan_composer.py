@@ -120,7 +120,7 @@ class PlanComposer:
             self._planner.make_room(self._runtime.world.max("make room", more))
         raise DoesNotFitError(
             f"a loss of the outputs of several forward passes takes {peak_bytes:,} bytes of device memory, and the budget "
-            f"is {self._runtime.device.budget_bytes:,}. Ways out: (1) raise harmony.device_memory_gib; (2) lower "
+            f"is {self._runtime.device.budget_bytes:,} bytes. Ways out: (1) raise harmony.device_memory_gib; (2) lower "
             "train_micro_batch_size_per_gpu."
         )
 

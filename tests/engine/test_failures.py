@@ -282,3 +282,58 @@ def test_a_failure_in_the_optimizer_surfaces_in_the_caller(clip: float | None, m
 def updating() -> set[threading.Thread]:
     """Engines' threads."""
     return {thread for thread in threading.enumerate() if thread.name == "harmony-update"}
+
+
+def with_hook(engine: HarmonyEngine, before: bool, part: int | None) -> Callable[[], None]:
+    """Let a hook on the optimizer's step raise a Mishap; return what removes it. `part`: of a chain of optimizers."""
+    optimizer = engine.optimizer if part is None else engine.optimizer.parts[part]
+
+    def raising(*_: Any) -> None:
+        raise Mishap
+
+    register = optimizer.register_step_pre_hook if before else optimizer.register_step_post_hook
+    return register(raising).remove
+
+
+def halves(parameters: Any) -> list[torch.optim.Optimizer]:
+    both = list(parameters)
+    return [torch.optim.AdamW(both[:3], lr=1e-2), torch.optim.SGD(both[3:], lr=1e-2)]
+
+
+@pytest.mark.parametrize(
+    ("make", "before", "part", "goes_on"),
+    [
+        (adamw, True, None, True),
+        (adamw, False, None, False),
+        (halves, True, None, True),
+        (halves, True, 0, True),
+        (halves, True, 1, False),  # the first optimizer has stepped
+    ],
+    ids=["before", "after", "before a chain", "before its first", "before its second"],
+)
+def test_a_hook_that_raises_before_the_optimizer_steps_changes_nothing(
+    make: Callable[[Any], Any], before: bool, part: int | None, goes_on: bool
+) -> None:
+    def trained(fails: bool) -> dict[str, Tensor]:
+        model = LLAMA.build(0.1)
+        with engine_for(model, make, config_of(4, 0.5)) as engine:
+            train_groups(engine, GROUPS[:1])
+            if fails:
+                weights = weights_of(model)
+                remove = with_hook(engine, before, part)
+                with pytest.raises(Mishap):
+                    engine.train_batch(iter(GROUPS[1]))
+                remove()
+                assert engine.usable is goes_on
+                if not goes_on:
+                    with pytest.raises(EngineFailedError, match="its updates had begun"):
+                        engine.train_batch(iter(GROUPS[1]))
+                    return {}
+                assert_same(model, weights, bitwise=True)
+            train_groups(engine, GROUPS[1:])
+        return weights_of(model)
+
+    found = trained(fails=True)
+    if goes_on:
+        expected = trained(fails=False)
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())

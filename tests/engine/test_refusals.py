@@ -148,10 +148,10 @@ def test_what_does_not_fit_in_any_cut_says_the_least_budget_that_does_and_what_w
         assert not engine._state.planner.cuts.now.tiles.cut
     least, said = caught.value.least_budget_bytes, str(caught.value)
     assert least is not None and said.startswith(f"the smallest plan needs {least - 1040:,} bytes")
-    tried = re.findall(r"\n  ([^:]+): ([\d,]+) bytes", said)
-    needed = {words: int(number.replace(",", "")) for words, number in tried}
-    assert min(needed.values()) == least < needed["whole micro-batches"]
-    assert {"slices of 1 row", "parts of layers take 16 tokens at a time"} <= {*needed}
+    tried = re.search(
+        r"\nThat is with .+, the least of (\d+) ways to cut layer calls\. Others need up to [\d.]+ KiB", said
+    )
+    assert tried is not None and int(tried[1]) > 5
     with engine_with(least - 1) as engine, pytest.raises(DoesNotFitError, match=f"needs {least - 1040:,} bytes"):
         engine.train_batch(iter(GROUPS[0]))
     with engine_with(least) as engine:
@@ -193,7 +193,7 @@ def test_memory_of_libraries_is_taken_off_the_budget_and_reported() -> None:
         train_groups(engine, GROUPS)
         assert engine.plan.peak_bytes == peak
         assert engine.memory_report().beside_bytes == 1040
-    whole = r"budget is 78,960 \(of 80,000, 1,040 are set aside for libraries'"
+    whole = r"budget is 78,960 bytes \(of 80,000, 1,040 are set aside for libraries'"
     nothing = r"the budget is 1,400 bytes, of which libraries' workspaces .* take 1,040\. Up to"
     for budget, said in ((80_000, whole), (1_400, nothing)):
         model = LLAMA.build(0.0) if said is whole else with_one_trained_norm()
@@ -208,12 +208,12 @@ def test_a_budget_that_one_layer_does_not_fit_is_refused_by_initialize() -> None
     model, expected = LLAMA.build(0.0), LLAMA.build(0.0)
     before = weights_of(model)
     said = (
-        r"layer model.layers.0 alone takes 61,952 bytes \(60\.5 KiB\) .* and the budget is 61,951\. "
-        r"Ways out: \(1\) raise harmony.device_memory_gib, to well above 5\.77e-05"
+        r"layer model.layers.0 alone takes 61,952 bytes \(60\.5 KiB\) .* and the budget is 61,951 bytes\. "
+        r"Ways out: \(1\) raise harmony.device_memory_gib, to well above 5\.77e-05 \(GiB\), since"
     )
     with pytest.raises(DoesNotFitError, match=said):
         harmony_ds.initialize(model=model, config=config_of(4), device=CpuDevice(LARGEST_LAYER_BYTES - 1))
-    reserved = r"and the budget is 62,991\. 1,040 are set aside for libraries' workspaces"
+    reserved = r"and the budget is 62,991 bytes\. 1,040 bytes are set aside for libraries' workspaces"
     with pytest.raises(DoesNotFitError, match=reserved):
         harmony_ds.initialize(model=model, config=config_of(4), device=Reserving(LARGEST_LAYER_BYTES + 1039))
     assert_same(model, before, bitwise=True)

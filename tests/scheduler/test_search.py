@@ -81,7 +81,7 @@ def plan_with(pack_layers: int, stash_on_host: bool) -> Plan:
 def test_a_saved_plan_needs_what_is_measured_now_whatever_it_needed_when_it_was_saved() -> None:
     saved = replace(plan_with(1, stash_on_host=False), peak_bytes=0)
     needed = adopt(saved, GRAPH, COSTS, GPU, FP32, request(None)).plan.peak_bytes
-    with pytest.raises(DoesNotFitError, match=rf"needs {needed:,} bytes .*{needed - 1:,}: 1 too many"):
+    with pytest.raises(DoesNotFitError, match=rf"needs {needed:,} bytes .*{needed - 1:,} bytes: 1 too many"):
         adopt(saved, GRAPH, COSTS, GPU, FP32, request(needed - 1))
 
 
@@ -274,9 +274,9 @@ def test_where_nothing_fits_the_error_has_both_numbers_and_the_ways_out() -> Non
     message = str(caught.value)
     smallest = int(re.findall(r"needs ([\d,]+) bytes", message)[0].replace(",", ""))
 
-    assert f"the budget is 1,000: {smallest - 1000:,} too many" in message
+    assert f"the budget is 1,000 bytes: {smallest - 1000:,} too many" in message
     assert choose(request(smallest)).peak_bytes == smallest
-    gib = float(re.findall(r"raise harmony.device_memory_gib to ([\d.e-]+) or more", message)[0])
+    gib = float(re.findall(r"raise harmony.device_memory_gib to ([\d.e-]+) \(GiB\) or more", message)[0])
     assert smallest <= gib * 2**30 < 1.01 * smallest
     with pytest.raises(DoesNotFitError, match=": 1 too many"):
         choose(request(smallest - 1))
@@ -301,7 +301,9 @@ def test_where_nothing_fits_the_error_has_both_numbers_and_the_ways_out() -> Non
 def test_where_nothing_fits_the_error_names_what_takes_most_beside_weights(most: dict[str, Any], said: str) -> None:
     costs = list(COSTS.costs)
     costs[5] = replace(costs[5], **most)
-    expected = rf"With one micro-batch, {said} {re.escape(GRAPH.layers[GRAPH.calls[5]].name)} takes most: 98,765\."
+    expected = (
+        rf"With one micro-batch, {said} {re.escape(GRAPH.layers[GRAPH.calls[5]].name)} takes most: 98,765 bytes\."
+    )
     with pytest.raises(DoesNotFitError, match=expected):
         search(GRAPH, replace(COSTS, costs=tuple(costs)), GPU, FP32, request(1_000))
     with pytest.raises(DoesNotFitError, match="the loss takes most: 77,777"):
