@@ -10,6 +10,7 @@ from copy import deepcopy
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
@@ -75,6 +76,15 @@ class EngineParameter(nn.Parameter):
                 return func(*args, **kwargs)
         with gate(passed=True):
             return _pass(func, name, descriptor, args, kwargs)
+
+    def set_(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Take the values of other memory, as `.data = ` does. Torch tells `__torch_function__` nothing of this method.
+
+        A parametrization calls it where a program assigns the weight that it computes.
+        """
+        memory = torch.empty(0, dtype=self.dtype, device=self.device, requires_grad=self.requires_grad)
+        self.data = memory.set_(*args, **kwargs).detach()
+        return self
 
     # DeepSpeed's names
     get_full_hp_param = property(attrgetter("_hp_mapping.get_full_hp_param"))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import prune
+from torch.nn.utils import parametrize, prune
 
 from tests.exactness.case import ALL, PAIRS, REGROUPED, Found, Tolerance, case
 from tests.exactness.models import (
@@ -50,6 +50,30 @@ def data_replaced(side: Side) -> Found:
             p.data = p.data * 0.5
 
     return changed_between_steps(side, model, halve)
+
+
+class Logarithms(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.exp()
+
+    def right_inverse(self, x: Tensor) -> Tensor:
+        return x.log()
+
+
+@case()
+def weight_assigned_through_a_parametrization(side: Side) -> Found:
+    """`linear.weight = value` of a parametrized weight, and `p.set_(p * 0.5)` of another parameter, between two steps."""
+    model = Net()
+    linear = model.blocks[0].linear
+    linear.weight.data.abs_()
+    parametrize.register_parametrization(linear, "weight", Logarithms())
+
+    def assign() -> None:
+        with torch.no_grad():
+            linear.weight = torch.full_like(linear.weight, 0.5)
+            model.head.bias.set_(model.head.bias * 0.5)
+
+    return changed_between_steps(side, model, assign)
 
 
 @case()
