@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 from harmony_ds.errors import DoesNotFitError
 from harmony_ds.estimate.survey import MOST_LISTED, Survey, frugal_policy, update_cost
@@ -103,7 +104,7 @@ class Forecast:
 
 
 _CHOICES = 10
-"""Plans among which the allocator's needs decide."""
+"""Plans among which the fastest is found, or that which the allocator can serve."""
 
 
 def forecast(survey: Survey, host_budget_bytes: int | None = None, known: Fastest | None = None) -> Forecast:
@@ -119,14 +120,16 @@ def forecast(survey: Survey, host_budget_bytes: int | None = None, known: Fastes
     if host_budget_bytes is not None:
         left = max(0, host_budget_bytes - sum(_state_bytes(survey).values()))
         request = replace(request, host_bytes=left // request.policy.devices)
-    top = _CHOICES if request.thorough else 1
+    among = _CHOICES if request.thorough else 1
 
-    def search_with(less: PlanRequest) -> tuple[Choice, ...]:
-        return search(survey.graph, survey.costs, survey.profile.machine, survey.element, less, top, known)
+    def search_with(less: PlanRequest, top: int = 1) -> tuple[Choice, ...]:
+        return search(survey.graph, survey.costs, survey.profile.machine, survey.element, less, top, among, known)
 
     if survey.fragment_bytes:
         with suppress(DoesNotFitError):
-            return _beside_fragments(survey, request, search_with, host_budget_bytes)
+            if not is_replayed(request, survey.costs):
+                return Forecast(survey, search_with(request)[0], host_budget_bytes)
+            return _beside_fragments(survey, request, partial(search_with, top=_CHOICES), host_budget_bytes)
         # As the engine does then: the plan takes all of the budget.
         request = leaving(request, -survey.fragment_bytes)
         survey = replace(survey, request=leaving(survey.request, -survey.fragment_bytes), fragment_bytes=0)
@@ -137,8 +140,6 @@ def _beside_fragments(
     survey: Survey, request: PlanRequest, search_with: SearchWith, host_budget_bytes: int | None
 ) -> Forecast:
     """Return the forecast of the fastest plan beside what is left to the allocator, which is as much as the plan needs."""
-    if not is_replayed(request, survey.costs):
-        return Forecast(survey, search_with(request)[0], host_budget_bytes)
     whole = beside_uploads(leaving(request, -survey.fragment_bytes), survey.costs)
     fitting = search_fitting(search_with, whole, survey.costs, survey.fragment_bytes)
     more_bytes = fitting.fragment_bytes - survey.fragment_bytes

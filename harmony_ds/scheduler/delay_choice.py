@@ -19,22 +19,28 @@ from harmony_ds.scheduler.costs import CostTable
 from harmony_ds.scheduler.delays import delay_swap_ins
 from harmony_ds.scheduler.plan import RUNS, Plan, Task, TaskKind
 from harmony_ds.scheduler.profile import Machine
-from harmony_ds.scheduler.simulate import last_step_ms, run_steps, step_ms
+from harmony_ds.scheduler.simulate import SimulatedSteps, run_steps, step_ms
 from harmony_ds.scheduler.spans import COMPUTE, HOST
 
 _FASTER, _CLEARLY_FASTER = 1 - 1e-6, 1 - 2e-3
 """By so much a step is shorter with delays than without, and with the longest delays than with those told by time."""
 
 
-def choose_delays(plan: Plan, costs: CostTable, machine: Machine) -> tuple[int, ...]:
+def choose_delays(plan: Plan, costs: CostTable, machine: Machine, composed: SimulatedSteps) -> tuple[int, ...]:
     """Return the delays, by pack, with which a step of `plan` takes the shortest time; empty: none.
+
+    Args:
+        composed: two steps of `plan` without delays.
 
     Swap-ins that several processes issue together keep their places, and so do those of a device whose copies do not run
     beside its computing: the order is theirs to agree on, or nothing is gained.
     """
     if plan.policy.swaps_in_shares or not machine.copies_overlap:
         return ()
-    as_composed = _simulate_waits(plan, costs, machine)
+    computing_ms = max(ms for stream, ms in composed.busy_ms().items() if stream.startswith(COMPUTE))
+    if computing_ms >= _FASTER * composed.step_ms:  # which no delay makes shorter
+        return ()
+    as_composed = _waits_in(composed, machine)
     if not any(as_composed.is_held_up(pack.index) for pack in plan.packing.covering):
         return ()
     # One that is not held up may be as soon as another one before it no longer is.
@@ -42,7 +48,7 @@ def choose_delays(plan: Plan, costs: CostTable, machine: Machine) -> tuple[int, 
         _runs_until_needed(plan, pack.index) - 1 if pack.positions and pack.index in as_composed.updated_ms else 0
         for pack in plan.packs
     )
-    at_latest = _simulate_waits(_with_delays(plan, latest), costs, machine)
+    at_latest = _waits_in(run_steps(_with_delays(plan, latest), costs, machine), machine)
     by_time = tuple(_runs_before(plan, at_latest, pack) if delay else 0 for pack, delay in enumerate(latest))
     best: tuple[int, ...] = ()
     best_ms = as_composed.step_ms
@@ -79,13 +85,13 @@ class _Waits:
         return pack in self.updated_ms and self.updated_ms[pack] > self.reached_ms[pack]
 
 
-def _simulate_waits(plan: Plan, costs: CostTable, machine: Machine) -> _Waits:
-    lowering, steps, timeline = run_steps(plan, costs, machine)
+def _waits_in(steps: SimulatedSteps, machine: Machine) -> _Waits:
+    lowering, timeline = steps.lowering, steps.timeline
     reached_ms: dict[int, float] = {}
     updated_ms: dict[int, float] = {}
     issued_by_ms: dict[Task, float] = {}
     host_free_ms = 0.0
-    for job in steps[-1]:
+    for job in steps.places[-1]:
         stream, tasks = lowering.work[job]
         first = tasks[0]
         if stream == HOST:
@@ -99,7 +105,7 @@ def _simulate_waits(plan: Plan, costs: CostTable, machine: Machine) -> _Waits:
             for number, task in enumerate(tasks):
                 begin_ms = timeline.begin_ms[job] + number * share_ms
                 issued_by_ms[task] = begin_ms - machine.task_ms * len(tasks)  # those of one job are issued together
-    return _Waits(reached_ms, updated_ms, issued_by_ms, last_step_ms(lowering, steps, timeline))
+    return _Waits(reached_ms, updated_ms, issued_by_ms, steps.step_ms)
 
 
 def _runs_before(plan: Plan, waits: _Waits, pack: int) -> int:

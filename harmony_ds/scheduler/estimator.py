@@ -101,7 +101,19 @@ class CandidateEstimator:
         return SampledPlan(plan, sampled.counts)
 
     def least_step_ms(self, packing: Packing, policy: Policy) -> float:
-        """Return a time that no step is shorter than: computing alone, on the device that computes most."""
+        """Return a time that no step is shorter than: runs alone, on the device that computes most."""
+        return max(self._runs_ms(packing, policy).values())
+
+    def computing_ms(self, packing: Packing, policy: Policy, machine: Machine) -> float:
+        """Return the same with the updates of resident packs, which are made on the device, too."""
+        busy = self._runs_ms(packing, policy)
+        for index in policy.resident:
+            pack = packing.packs[index]
+            busy[pack.device] += pack.update_elements / machine.device_update_elements_per_ms * pack.is_updated
+        return max(busy.values())
+
+    def _runs_ms(self, packing: Packing, policy: Policy) -> defaultdict[int, float]:
+        """Return by device how long running all micro-batches through its packs takes."""
         counts = dict(enumerate(policy.graphs))
         busy: defaultdict[int, float] = defaultdict(float)
         for index in packing.backward:
@@ -111,7 +123,7 @@ class CandidateEstimator:
             one = sum(run_ms(kind, pack, self._costs) for kind in kinds)
             saved = sum(self._costs.costs[p].saved_ms for p in pack.positions)
             busy[pack.device] += one * self._request.micro_batches - saved * counts.get(index, 0)
-        return max(busy.values())
+        return busy
 
     def pack_bytes(self, packing: Packing, policy: Policy) -> list[PackBytes]:
         """Return what a micro-batch adds in each pack."""

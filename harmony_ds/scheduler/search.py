@@ -56,7 +56,8 @@ from harmony_ds.scheduler.partition import Bounds
 from harmony_ds.scheduler.plan import Packing, Plan, Policy
 from harmony_ds.scheduler.profile import Machine
 from harmony_ds.scheduler.resident import may_stay, tied_closure
-from harmony_ds.scheduler.simulate import Prediction, simulate
+from harmony_ds.scheduler.simulate import Prediction, run_steps
+from harmony_ds.scheduler.swaps import swaps_of
 
 _QUANTUM = math.log1p(2e-3)
 _BEAM = 6
@@ -110,7 +111,7 @@ class Choice:
     counts: tuple[int, ...] = ()
 
 
-Fastest = dict[tuple[ElementBytes, PlanRequest, int], tuple[Choice, ...]]
+Fastest = dict[tuple[ElementBytes, PlanRequest, int, int], tuple[Choice, ...]]
 """The fastest plans of a model on a machine, whatever host memory there is, by all that they depend on."""
 
 
@@ -121,6 +122,7 @@ def search(
     element: ElementBytes,
     request: PlanRequest,
     top: int = 1,
+    among: int = 1,
     known: Fastest | None = None,
 ) -> tuple[Choice, ...]:
     """Return the `top` fastest plans that fit, best first.
@@ -128,6 +130,7 @@ def search(
     If the host has no room for what the fastest keeps there, the plans are such as it has room for, if there are any.
 
     Args:
+        among: how many of those that are estimated to be the fastest are simulated in full to find them; at least `top`.
         known: what earlier searches have found for this graph, these costs and this machine; what this one finds is added.
 
     Raises:
@@ -141,17 +144,24 @@ def search(
             "packs at most, each of which runs on one device: lower harmony.devices, or harmony.pack_layers."
         )
     unbounded = replace(request, host_bytes=None)
-    known, key = {} if known is None else known, (element, unbounded, top)
+    among = max(top, among)
+    known, key = {} if known is None else known, (element, unbounded, top, among)
     if key not in known:
-        known[key] = _search_all_ways(graph, costs, machine, element, unbounded, top)
+        known[key] = _search_all_ways(graph, costs, machine, element, unbounded, top, among)
     fastest = known[key]
     if request.host_bytes is None or waiting_of(fastest[0].plan, costs).total_bytes <= request.host_bytes:
         return fastest
-    return _search_all_ways(graph, costs, machine, element, request, top) or fastest
+    return _search_all_ways(graph, costs, machine, element, request, top, among) or fastest
 
 
 def _search_all_ways(
-    graph: LayerGraph, costs: CostTable, machine: Machine, element: ElementBytes, request: PlanRequest, top: int
+    graph: LayerGraph,
+    costs: CostTable,
+    machine: Machine,
+    element: ElementBytes,
+    request: PlanRequest,
+    top: int,
+    among: int,
 ) -> tuple[Choice, ...]:
     """Search once for each way in which several devices may work together; return the best of all.
 
@@ -163,13 +173,14 @@ def _search_all_ways(
     failures: list[tuple[int, str]] = []
     for way in among_devices(request, machine):
         packer = Packer(graph, costs, element, way.policy)
-        one = _Search(costs, machine, packer, way, top)
+        one = _Search(costs, machine, packer, way, top, among)
         one.explore()
         choices = one.choose()
         tried = [one]
         if may_move_crossing(way) and not way.policy.crossing_on_host and one.might_gain_by_moving_crossing:
             moving = replace(way, policy=replace(way.policy, crossing_on_host=True))
-            other = _Search(costs, machine, packer, replace(moving, thorough=moving.thorough and not choices), top)
+            moving = replace(moving, thorough=moving.thorough and not choices)
+            other = _Search(costs, machine, packer, moving, top, among)
             other.explore()
             choices = _faster(choices, other.choose())
             tried.append(other)
@@ -237,7 +248,10 @@ class _Search:
         smallest: what takes the least memory of all that were tried; None: nothing was tried.
     """
 
-    def __init__(self, costs: CostTable, machine: Machine, packer: Packer, request: PlanRequest, top: int) -> None:
+    def __init__(
+        self, costs: CostTable, machine: Machine, packer: Packer, request: PlanRequest, top: int, among: int
+    ) -> None:
+        """Begin a search for the `top` fastest plans `among` so many that are simulated in full."""
         self._costs = costs
         self._machine = machine
         self._packer = packer
@@ -246,7 +260,8 @@ class _Search:
         self._graphs = Graphs(costs, request)
         self._budget = float("inf") if request.budget_bytes is None else request.budget_bytes
         self._top = top
-        self._remembered = max(top, _BEAM)  # the length of `found`
+        self._among = among
+        self._remembered = max(among, _BEAM)  # the length of `found`
         self._packings: dict[tuple[Bounds, Bounds], Packing] = {}
         self._peaks: dict[tuple[Bounds, Bounds, Policy], list[int]] = {}
         self._tried: set[Point] = set()
@@ -479,17 +494,27 @@ class _Search:
     # ---- choose, by simulating the best in full
 
     def choose(self) -> tuple[Choice, ...]:
-        """Return the best candidates as plans with all their tasks, simulated in full."""
+        """Return the best candidates as plans with all their tasks, simulated in full.
+
+        One that cannot be among the best is not simulated: computing alone takes it as long as the last of them takes.
+        """
         finalists: list[_Found] = []
         for place, candidate in enumerate(self.found):
-            if place < self._top or candidate.ms < _NEAR * self.found[0].ms:
+            if place < self._among or candidate.ms < _NEAR * self.found[0].ms:
                 finalists.append(self._estimate(candidate, candidate.rank[-1], STASH_PIECES))
         finalists.sort(key=_rank_of)
-        choices = [self._choice_with_graphs(candidate) for candidate in finalists[: self._top]]
-        return tuple(sorted(choices, key=lambda choice: time_rank(choice.prediction.step_ms)))
+        best: list[Choice] = []
+        for candidate in finalists[: self._among]:
+            policy = self._with_most_graphs(candidate)
+            least_ms = _ALMOST * self._estimator.computing_ms(candidate.packing, policy, self._machine)
+            if len(best) < self._top or time_rank(least_ms) < _rank_of_choice(best[-1]):
+                best.append(self._fastest_choice(candidate, policy))
+                best.sort(key=_rank_of_choice)
+                del best[self._top :]
+        return tuple(best)
 
-    def _choice_with_graphs(self, found: _Found) -> Choice:
-        """Return the plan with as many kept graphs as fit to the byte; without any, if they bring nothing."""
+    def _with_most_graphs(self, found: _Found) -> Policy:
+        """Return the candidate's policy with as many kept graphs as fit to the byte."""
         packing, without = found.packing, replace(found.policy, graphs=())
         policy = self._with_more_graphs(packing, found.policy, self._estimator.pack_bytes(packing, without), _TRIALS)
         while len(packing.backward) <= _FEW and self._graphs.wanted:
@@ -498,6 +523,11 @@ class _Search:
             if one_more is None:
                 break
             policy = one_more
+        return policy
+
+    def _fastest_choice(self, found: _Found, policy: Policy) -> Choice:
+        """Return the candidate's plan with the graphs of `policy`; without any, if they bring nothing."""
+        packing, without = found.packing, replace(policy, graphs=())
         most = self._simulated_choice(packing, policy, found.cut)
         least_ms = self._estimator.least_step_ms(packing, without)
         if not policy.graphs or time_rank(most.prediction.step_ms) < time_rank(_ALMOST * least_ms):
@@ -529,12 +559,14 @@ class _Search:
         Of so many micro-batches that they are not, the runs of each pack hide the host's updates.
         """
         planned = self._estimator.plan(packing, policy)
-        delays = () if planned.counts else choose_delays(planned.plan, self._costs, self._machine)
+        steps = run_steps(planned.plan, self._costs, self._machine, planned.counts)
+        delays = () if planned.counts else choose_delays(planned.plan, self._costs, self._machine, steps)
         if delays:
             planned = self._estimator.plan(packing, replace(policy, swap_in_delays=delays))
+            steps = run_steps(planned.plan, self._costs, self._machine)
         plan, counts = planned.plan, planned.counts
         assert plan.peak_bytes <= self._budget, (plan.peak_bytes, self._budget)
-        prediction = simulate(plan, self._costs, self._machine, counts)
+        prediction = steps.prediction(swaps_of(plan, self._costs, counts=counts))
         moves_stash = prediction.swaps.stash_out + prediction.swaps.stash_in > 0
         uses = describe_policy(packing, policy, moves_stash)
         return Choice(plan, prediction, f"{cut}; {uses}" if uses else cut, counts=counts)
@@ -542,6 +574,10 @@ class _Search:
 
 def _rank_of(found: _Found) -> tuple[int, ...]:
     return found.rank
+
+
+def _rank_of_choice(choice: Choice) -> int:
+    return time_rank(choice.prediction.step_ms)
 
 
 def _cuts_of(packing: Packing) -> tuple[Bounds, Bounds]:

@@ -50,6 +50,46 @@ class Prediction:
         return max(self.busy_ms, key=lambda stream: self.busy_ms[stream])
 
 
+@dataclass(frozen=True, slots=True)
+class SimulatedSteps:
+    """Two steps of a plan, the second of which counts.
+
+    Attributes:
+        lowering: the jobs of both.
+        places: of each step's jobs among them.
+        timeline: when each job runs.
+    """
+
+    lowering: Lowering
+    places: tuple[range, ...]
+    timeline: Timeline
+
+    @property
+    def step_ms(self) -> float:
+        """How long the second step takes."""
+        return last_step_ms(self.lowering, self.places, self.timeline)
+
+    def busy_ms(self) -> dict[str, float]:
+        """Return how long each stream works in the second step."""
+        busy = dict.fromkeys(STREAMS, 0.0)
+        for job in self.places[-1]:
+            stream = self.lowering.work[job][0]
+            busy[stream] = busy.get(stream, 0.0) + self.lowering.jobs[job].duration_ms
+        return busy
+
+    def prediction(self, swaps: Swaps) -> Prediction:
+        """Return what the second step shows; `swaps`: what the plan moves."""
+        last, timeline = self.places[-1], self.timeline
+        begin = min((timeline.begin_ms[job] for job in last), default=0.0)
+        spans = (
+            Span(stream, timeline.begin_ms[job] - begin, timeline.end_ms[job] - begin, tasks)
+            for job in last
+            for stream, tasks in (self.lowering.work[job],)
+            if timeline.end_ms[job] > timeline.begin_ms[job]
+        )
+        return Prediction(self.step_ms, self.busy_ms(), swaps, tuple(spans))
+
+
 def simulate(plan: Plan, costs: CostTable, machine: Machine, counts: Sequence[int] = ()) -> Prediction:
     """Two steps of `plan`, the second of which is returned.
 
@@ -57,28 +97,14 @@ def simulate(plan: Plan, costs: CostTable, machine: Machine, counts: Sequence[in
         costs: of one micro-batch of the plan's size.
         counts: how many micro-batches each one of the plan stands for; empty: for itself.
     """
-    lowering, steps, timeline = run_steps(plan, costs, machine, counts)
-    busy = dict.fromkeys(STREAMS, 0.0)
-    for job in steps[-1]:
-        stream = lowering.work[job][0]
-        busy[stream] = busy.get(stream, 0.0) + lowering.jobs[job].duration_ms
-    begin = min((timeline.begin_ms[job] for job in steps[-1]), default=0.0)
-    spans = (
-        Span(stream, timeline.begin_ms[job] - begin, timeline.end_ms[job] - begin, tasks)
-        for job in steps[-1]
-        for stream, tasks in (lowering.work[job],)
-        if timeline.end_ms[job] > timeline.begin_ms[job]
-    )
-    return Prediction(last_step_ms(lowering, steps, timeline), busy, swaps_of(plan, costs, counts=counts), tuple(spans))
+    return run_steps(plan, costs, machine, counts).prediction(swaps_of(plan, costs, counts=counts))
 
 
-def run_steps(
-    plan: Plan, costs: CostTable, machine: Machine, counts: Sequence[int] = ()
-) -> tuple[Lowering, list[range], Timeline]:
-    """Return the jobs of two steps of `plan`, the places of each step's, and when each job runs; `counts`: as above."""
+def run_steps(plan: Plan, costs: CostTable, machine: Machine, counts: Sequence[int] = ()) -> SimulatedSteps:
+    """Return two steps of `plan`; `counts`: as above."""
     lowering = Lowering(plan, costs, machine, counts)
-    steps = [lowering.step() for _ in range(_STEPS)]
-    return lowering, steps, _run(lowering, machine, plan.policy.pipeline)
+    places = tuple(lowering.step() for _ in range(_STEPS))
+    return SimulatedSteps(lowering, places, _run(lowering, machine, plan.policy.pipeline))
 
 
 def step_ms(

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from harmony_ds.config import HarmonySettings
 from harmony_ds.scheduler.choose import PlanRequest, make_plan
 from harmony_ds.scheduler.costs import CostTable
-from harmony_ds.scheduler.delay_choice import choose_delays
+from harmony_ds.scheduler import delay_choice
 from harmony_ds.scheduler.delays import delay_swap_ins
 from harmony_ds.scheduler.memory import walk_memory
 from harmony_ds.scheduler.packing import Packer
 from harmony_ds.scheduler.partition import uniform_bounds
 from harmony_ds.scheduler.plan import Packing, Plan, Policy
 from harmony_ds.scheduler.profile import Machine
-from harmony_ds.scheduler.simulate import step_ms
+from harmony_ds.scheduler.simulate import run_steps, step_ms
 from tests.scheduler.examples import COST, CPU, FP32, GPU, costs_of, graph_of, packs_of, parse, text, with_unlayered
 
 PACKING = Packing(packs_of(True, True, True), (0, 1), (0, 1, 2))
@@ -72,6 +72,10 @@ def lagging(
 
 def plan_of(packing: Packing, costs: CostTable, policy: Policy, micro_batches: int) -> Plan:
     return make_plan(packing, costs, PlanRequest(HarmonySettings(), micro_batches, None, 0, policy), policy)
+
+
+def choose_delays(plan: Plan, costs: CostTable, machine: Machine) -> tuple[int, ...]:
+    return delay_choice.choose_delays(plan, costs, machine, run_steps(plan, costs, machine))
 
 
 def with_delays(plan: Plan, costs: CostTable, delays: tuple[int, ...]) -> Plan:
