@@ -59,33 +59,58 @@ def run_jobs(
     speeds = _Speeds(jobs, capacities or {}, crowded)
     begin, end = [0.0] * len(jobs), [0.0] * len(jobs)
     missing, followers = _dependencies(jobs)
-    ready = [place for place, count in enumerate(missing) if not count]
     chosen = _ChosenByPriority(jobs)
+    ready: list[int] = []  # those without a priority that begin now
+    for place, count in enumerate(missing):
+        if not count:
+            if jobs[place].priority is None:
+                ready.append(place)
+            else:
+                chosen.wait(place)
+    # The jobs that run: their places, the numbers of their demands, the ms at full speed that each of them still takes, and
+    # how little of that is left of a job that has ended.
     running: list[int] = []
-    left: list[float] = []  # the ms at full speed that each of them still takes
-    rounding_ms = [1e-9 * job.duration_ms for job in jobs]  # a job of which no more is left has ended
+    kinds: list[int] = []
+    left: list[float] = []
+    rounding_ms: list[float] = []
     now = 0.0
-    while ready or running or chosen.any_waiting:
-        for place in chosen.startable(ready):
+    while True:
+        if chosen.has_changed:
+            ready += chosen.startable()
+        for place in ready:
             begin[place] = now
-            left.append(jobs[place].duration_ms)
+            duration_ms = jobs[place].duration_ms
             running.append(place)
+            kinds.append(speeds.kinds[place])
+            left.append(duration_ms)
+            rounding_ms.append(1e-9 * duration_ms)
+        if not running:
+            return Timeline(tuple(begin), tuple(end))
         ready = []
-        speed = speeds.rates_of(running)
-        step = min([ms / v for ms, v in zip(left, speed, strict=True)])
+        speed = speeds.rates_of(tuple(kinds))
+        if speed is None:
+            step = min(left)
+            left = [ms - step for ms in left]
+        else:
+            step = min([ms / v for ms, v in zip(left, speed, strict=True)])
+            left = [ms - step * v for ms, v in zip(left, speed, strict=True)]
         now += step
-        left = [ms - step * v for ms, v in zip(left, speed, strict=True)]
-        ended = [place for place, ms in zip(running, left, strict=True) if ms <= rounding_ms[place]]
-        for place in ended:
+        ended = [at for at, ms in enumerate(left) if ms <= rounding_ms[at]]
+        for at in ended:
+            place = running[at]
             end[place] = now
-            chosen.ended(place)
+            if jobs[place].priority is not None:
+                chosen.ended(place)
             for other in followers[place]:
                 missing[other] -= 1
-                if not missing[other]:
+                if missing[other]:
+                    continue
+                if jobs[other].priority is None:
                     ready.append(other)
-            at = running.index(place)
-            del running[at], left[at]
-    return Timeline(tuple(begin), tuple(end))
+                else:
+                    chosen.wait(other)
+        for at in reversed(ended):
+            del running[at], kinds[at], left[at], rounding_ms[at]
 
 
 def run_alone(jobs: Sequence[Job]) -> Timeline:
@@ -123,37 +148,40 @@ _UNKNOWN = -1.0
 
 
 class _ChosenByPriority:
-    """Jobs with priorities that could begin but for their stream, which is busy with another one."""
+    """Jobs with priorities that could begin but for their stream, which is busy with another one.
+
+    Attributes:
+        has_changed: whether a job has come to wait, or has ended, since `startable` was asked.
+    """
 
     def __init__(self, jobs: Sequence[Job]) -> None:
         self._jobs = jobs
         self._waiting: dict[str, list[tuple[tuple[int, ...], int]]] = {}  # stream -> heap of priorities and places
         self._busy: set[str] = set()
+        self.has_changed = False
 
-    @property
-    def any_waiting(self) -> bool:
-        return any(self._waiting.values())
+    def wait(self, place: int) -> None:
+        """Let a job with a priority wait, all before which has ended."""
+        job = self._jobs[place]
+        assert job.priority is not None
+        heappush(self._waiting.setdefault(job.streams[0], []), (job.priority, place))
+        self.has_changed = True
 
-    def startable(self, ready: list[int]) -> list[int]:
-        """Return the jobs that begin now: those of `ready` without a priority, and one for each stream that is free."""
-        starting = []
-        for place in ready:
-            priority = self._jobs[place].priority
-            if priority is None:
-                starting.append(place)
-            else:
-                heappush(self._waiting.setdefault(self._jobs[place].streams[0], []), (priority, place))
+    def startable(self) -> list[int]:
+        """Return the jobs that begin now: one for each stream that is free."""
+        starting: list[int] = []
         for stream, waiting in self._waiting.items():
             if waiting and stream not in self._busy:
                 _, place = heappop(waiting)
                 self._busy.add(stream)
                 starting.append(place)
+        self.has_changed = False
         return starting
 
     def ended(self, place: int) -> None:
         """Note that the stream of a job with a priority is free again."""
-        if self._jobs[place].priority is not None:
-            self._busy.discard(self._jobs[place].streams[0])
+        self._busy.discard(self._jobs[place].streams[0])
+        self.has_changed = True
 
 
 class _ServedByPriority:
@@ -201,12 +229,13 @@ def _dependencies(jobs: Sequence[Job]) -> tuple[list[int], list[list[int]]]:
     last_on: dict[str, int] = {}
     missing: list[int] = []
     followers: list[list[int]] = [[] for _ in jobs]
-    for place, job in enumerate(jobs):
-        before = set(job.after)
-        for stream in job.streams if job.priority is None else ():
-            if stream in last_on:
-                before.add(last_on[stream])
-            last_on[stream] = place
+    for place, (streams, _, after, _, priority) in enumerate(jobs):
+        before = {*after}
+        if priority is None:
+            for stream in streams:
+                if stream in last_on:
+                    before.add(last_on[stream])
+                last_on[stream] = place
         missing.append(len(before))
         for other in before:
             assert other < place, "a job waits for a later one"
@@ -215,25 +244,27 @@ def _dependencies(jobs: Sequence[Job]) -> tuple[list[int], list[list[int]]]:
 
 
 class _Speeds:
-    """Return for running jobs: capacity over demand at the resource where that is smallest, and at most 1."""
+    """Speeds of running jobs: capacity over demand at the resource where that is smallest, and at most 1.
+
+    Attributes:
+        kinds: for each job, the number of its demands: what is looked up at every event is short.
+    """
 
     def __init__(self, jobs: Sequence[Job], capacities: Mapping[str, float], crowded: Collection[str]) -> None:
         numbers: dict[Demands, int] = {}
-        # A number for the demands of each job: what is looked up at every event is short.
-        self._kinds = [numbers.setdefault(job.demands, len(numbers)) for job in jobs]
+        self.kinds = [numbers.setdefault(job.demands, len(numbers)) for job in jobs]
         self._demands = list(numbers)
         self._capacities = tuple(capacities.items())
         self._crowded = frozenset(crowded)
-        self._known: dict[tuple[int, ...], Sequence[float]] = {}
+        self._known: dict[tuple[int, ...], Sequence[float] | None] = {}
 
-    def rates_of(self, running: Sequence[int]) -> Sequence[float]:
-        """By the places of the jobs that run."""
-        kinds = tuple([self._kinds[place] for place in running])
-        speeds = self._known.get(kinds)
-        if speeds is None:
-            demands = tuple([self._demands[kind] for kind in kinds])
-            speeds = self._known[kinds] = _share_out(demands, self._capacities, self._crowded)
-        return speeds
+    def rates_of(self, running: tuple[int, ...]) -> Sequence[float] | None:
+        """Return the speeds of jobs with demands of these numbers; None: all run at full speed."""
+        if running not in self._known:
+            demands = tuple([self._demands[kind] for kind in running])
+            speeds = _share_out(demands, self._capacities, self._crowded)
+            self._known[running] = None if all(speed == 1.0 for speed in speeds) else speeds
+        return self._known[running]
 
 
 @lru_cache(maxsize=4096)  # the same jobs run together in plan after plan

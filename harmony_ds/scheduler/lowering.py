@@ -36,6 +36,7 @@ _CROSSING_OUT = (TaskKind.CROSSING_OUT, TaskKind.CROSSING_GRADIENTS_OUT)
 _CROSSING_IN = (TaskKind.CROSSING_IN, TaskKind.CROSSING_GRADIENTS_IN)
 _MOVES_OUT = (TaskKind.STASH_OUT, *_CROSSING_OUT)
 _MOVES_IN = (TaskKind.STASH_IN, *_CROSSING_IN)
+_RUNNING = frozenset(RUNS)
 _THROUGH = frozenset((*_STASHING, *_MOVES_OUT, *_MOVES_IN))
 STASH_PIECES = 16
 """In so many pieces, at most, the stash of all micro-batches for one pack is simulated."""
@@ -65,6 +66,7 @@ class Lowering:
     ) -> None:
         """Keep what to lower; `counts`: micro-batches that each stands for; empty: itself; `pieces`: of a pack's stash."""
         self._plan = plan
+        self._packs = plan.packs
         self._costs = costs
         self._machine = machine
         self._times: dict[tuple[TaskKind, int], float] = {}  # of one micro-batch through a pack
@@ -83,7 +85,8 @@ class Lowering:
         self._updated: dict[str, int] = {}  # parameter -> the update of it
         self._last: dict[str, int] = {}  # stream -> the last job on it
         self._device = 0  # of the task
-        self._names: dict[tuple[str, int], str] = {}  # of streams and links, each device's own
+        # By device: the names of its own streams and links
+        self._names: defaultdict[int, dict[str, str]] = defaultdict(dict)
         self._link_demands: dict[tuple[int, float], Demands] = {}  # by device and rate
         self._host_demand = _host_demand(machine)
         self._compute_after: defaultdict[int, list[int]] = defaultdict(list)  # device -> what compute there waits for
@@ -115,19 +118,19 @@ class Lowering:
 
     def _issue(self, several: _Several) -> None:
         task = several.tasks[0]
-        pack = self._plan.packs[task.pack]
+        pack = self._packs[task.pack]
         self._device = pack.device
         match task.kind:
-            case kind if kind in RUNS:
+            case kind if kind in _RUNNING:
                 self._run(several, pack)
+            case TaskKind.STASH_OUT | TaskKind.STASH_IN:
+                self._move_stash(several, pack)
             case TaskKind.SWAP_IN | TaskKind.GATHER:
                 self._arrived[task.pack] = self._weights_in(task, pack)
             case TaskKind.REDUCE | TaskKind.SWAP_OUT:
                 self._gradients_out(task, pack)
             case TaskKind.FREE_GRADIENTS:
                 self._compute_after[pack.device].append(self._gone[task.pack])
-            case TaskKind.STASH_OUT | TaskKind.STASH_IN:
-                self._move_stash(several, pack)
             case kind if kind in _CROSSING_OUT or kind in _CROSSING_IN:
                 self._move_crossing(several, pack)
             case TaskKind.MOVE | TaskKind.MOVE_BACK:
@@ -206,13 +209,10 @@ class Lowering:
 
     def _run(self, several: _Several, pack: Pack) -> None:
         task = several.tasks[0]
-        arrived = [self._arrived[index] for index in (task.pack, *self._unlayered) if index in self._arrived]
+        arrived = [self._arrived[task.pack]] if task.pack in self._arrived else []
+        arrived += [self._arrived[index] for index in self._unlayered if index in self._arrived]
         stash = self._stash_back(task.pack, several.micro_batches) if task.kind is TaskKind.BACKWARD else ()
-        moved = [self._moved.pop((one.pack, one.micro_batch), -1) for one in several.tasks] if self._moved else []
-        crossed = (
-            {self._crossing_back.pop(one.micro_batch, -1) for one in several.tasks} if self._crossing_back else set()
-        )
-        came = sorted(job for job in (*moved, *crossed) if job >= 0)
+        came = self._came(several.tasks) if self._moved or self._crossing_back else ()
         after = (*arrived, *self._compute_after.pop(pack.device, ()), *stash, *came)
         duration = self._times.get((task.kind, task.pack))
         if duration is None:
@@ -224,6 +224,12 @@ class Lowering:
             self._compute_after[pack.device].append(self._crossing_leaving.pop(pack.device))
         if self._plan.policy.pipeline > 1:
             self._ran.update((one.micro_batch, ran) for one in several.tasks)
+
+    def _came(self, tasks: tuple[Task, ...]) -> list[int]:
+        """Return the jobs that brought what runs of micro-batches take over from the packs before."""
+        moved = [self._moved.pop((task.pack, task.micro_batch), -1) for task in tasks]
+        crossed = {self._crossing_back.pop(task.micro_batch, -1) for task in tasks}
+        return sorted(job for job in (*moved, *crossed) if job >= 0)
 
     def _micro_batch_ms(self, task: Task, pack: Pack) -> float:
         """Return how long one micro-batch takes through the pack, with what comes before the model's first layer call."""
@@ -336,11 +342,10 @@ class Lowering:
 
     def _own(self, stream: str) -> str:
         """Return the name of the device's own `stream`, or link."""
-        key = stream, self._device
-        name = self._names.get(key)
-        if name is None:
-            name = self._names[key] = of_device(stream, self._device)
-        return name
+        names = self._names[self._device]
+        if stream not in names:
+            names[stream] = of_device(stream, self._device)
+        return names[stream]
 
     def _link_demand(self, bytes_per_ms: float) -> Demands:
         key = self._device, bytes_per_ms
@@ -363,13 +368,17 @@ class Lowering:
     ) -> int:
         """Add a job, and return its place; `needed_at`: of the pack that it updates on the host."""
         assert duration_ms >= 0, f"{tasks[0]} would take {duration_ms} ms"
-        own = self._own(stream)
-        lane = own if stream == UPDATE or self._machine.copies_overlap else COMPUTE
-        self._last[own] = len(self.jobs)
-        priority = (self._steps, needed_at) if stream == UPDATE else None  # as in `harmony_ds.optim.updater`
+        own, place = self._own(stream), len(self.jobs)
+        if stream == UPDATE:
+            priority: tuple[int, ...] | None = (self._steps, needed_at)  # as in `harmony_ds.optim.updater`
+            lane = own
+        else:
+            priority = None
+            lane = own if self._machine.copies_overlap else COMPUTE
+        self._last[own] = place
         self.jobs.append(Job((lane,), duration_ms, after, demands, priority))
         self.work.append((own, tasks))
-        return self._last[own]
+        return place
 
 
 def _host_demand(machine: Machine) -> Demands:
@@ -401,20 +410,25 @@ def _merged(tasks: tuple[Task, ...], at_once: int, counts: Sequence[int]) -> lis
     `at_once` do, and as many moves, so that a plan of many micro-batches has few jobs.
     """
     merged: list[_Several] = []
-    for (_, through), tasks_there in groupby(tasks, key=lambda task: (task.pack, task.kind in _THROUGH)):
-        there = [
-            _Several((task,), counts[task.micro_batch] if counts and task.micro_batch >= 0 else 1)
-            for task in tasks_there
-        ]
+    for (_, through), tasks_there in groupby(tasks, key=_pack_and_way):
+        there = [_Several((task,), counts[task.micro_batch] if counts and task.micro_batch >= 0 else 1) for task in tasks_there]
         if through and (visit := _Visit(there)).is_alternating:
             merged += visit.cut(at_once)
             continue
-        for kind, same in groupby(there, key=lambda one: one.tasks[0].kind):
-            if kind in RUNS:
+        for kind, same in groupby(there, key=_kind_of):
+            if kind in _RUNNING:
                 merged.append(_joined([*same]))
             else:
                 merged += [piece for one in same for piece in _cut([one], at_once)]
     return merged
+
+
+def _pack_and_way(task: Task) -> tuple[int, bool]:
+    return task.pack, task.kind in _THROUGH
+
+
+def _kind_of(one: _Several) -> TaskKind:
+    return one.tasks[0].kind
 
 
 class _Visit:
@@ -424,7 +438,7 @@ class _Visit:
         by_kind: defaultdict[TaskKind, list[_Several]] = defaultdict(list)
         for one in there:
             by_kind[one.tasks[0].kind].append(one)
-        self._runs = [one for one in there if one.tasks[0].kind in RUNS]
+        self._runs = [one for one in there if one.tasks[0].kind in _RUNNING]
         self._out = [by_kind[kind] for kind in _MOVES_OUT if kind in by_kind]
         self._in = [by_kind[kind] for kind in _MOVES_IN if kind in by_kind]
         # Runs for which what comes back came before all of these tasks.
@@ -472,6 +486,8 @@ def _count(several: list[_Several]) -> int:
 
 
 def _joined(several: list[_Several]) -> _Several:
+    if len(several) == 1:
+        return several[0]
     return _Several(tuple([task for one in several for task in one.tasks]), _count(several))
 
 

@@ -148,20 +148,33 @@ class StashMoves:
         self._away = {position for pack in away for position in pack.positions}
         self._firsts = {pack.positions[0] for pack in away}
         self._crossed = {task.micro_batch for task in plan.tasks if task.kind is TaskKind.CROSSING_OUT}
+        # By pack, and whether what the micro-batch holds has been on the host between packs:
+        self._out_bytes: dict[tuple[int, bool], int] = {}
+        self._in_bytes: dict[tuple[int, bool], int] = {}
 
     def out_bytes(self, task: Task) -> int:
         """Return what a STASH_OUT copies to the host, or a fused run whose slices come from there."""
-        pack = self._packs[task.pack]
-        if task.micro_batch not in self._crossed:
-            return stash_bytes(pack, self._costs, shares_copies=False)
-        return stash_bytes(pack, self._costs, shares_copies=True) - self._crossing.copied_before_stash(pack)
+        key = task.pack, task.micro_batch in self._crossed
+        if key not in self._out_bytes:
+            self._out_bytes[key] = self._count_out(*key)
+        return self._out_bytes[key]
 
     def in_bytes(self, task: Task) -> int:
         """Return what a STASH_IN copies to the device."""
-        positions = self._packs[task.pack].positions
-        begins = {positions[0]}
-        if task.micro_batch not in self._crossed:
-            begins |= self._firsts
+        key = task.pack, task.micro_batch in self._crossed
+        if key not in self._in_bytes:
+            self._in_bytes[key] = self._count_in(*key)
+        return self._in_bytes[key]
+
+    def _count_out(self, index: int, has_crossed: bool) -> int:
+        pack = self._packs[index]
+        if not has_crossed:
+            return stash_bytes(pack, self._costs, shares_copies=False)
+        return stash_bytes(pack, self._costs, shares_copies=True) - self._crossing.copied_before_stash(pack)
+
+    def _count_in(self, index: int, has_crossed: bool) -> int:
+        positions = self._packs[index].positions
+        begins = {positions[0]} if has_crossed else {positions[0], *self._firsts}
         nbytes = 0
         for position in self._away.intersection(positions):
             stash = self._costs.costs[position].stash
