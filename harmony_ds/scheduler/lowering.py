@@ -411,7 +411,10 @@ def _merged(tasks: tuple[Task, ...], at_once: int, counts: Sequence[int]) -> lis
     """
     merged: list[_Several] = []
     for (_, through), tasks_there in groupby(tasks, key=_pack_and_way):
-        there = [_Several((task,), counts[task.micro_batch] if counts and task.micro_batch >= 0 else 1) for task in tasks_there]
+        there = [
+            _Several((task,), counts[task.micro_batch] if counts and task.micro_batch >= 0 else 1)
+            for task in tasks_there
+        ]
         if through and (visit := _Visit(there)).is_alternating:
             merged += visit.cut(at_once)
             continue

@@ -82,6 +82,25 @@ class CostView:
         needing = [position for position, cost in enumerate(costs.costs) if cost.needs_backward]
         self.backward_ends = min(needing, default=0)
         self.loss_bytes = 2 * costs.scalar_bytes
+        self._crossing_bytes: dict[tuple[TaskKind, int], int] = {}
+
+    def crossing_bytes(self, task: Task) -> int:
+        """Return the bytes of a micro-batch that a task moves between its pack and the next one."""
+        key = task.kind, task.pack
+        if key not in self._crossing_bytes:
+            self._crossing_bytes[key] = self._count_crossing(task.kind, self.packs[task.pack])
+        return self._crossing_bytes[key]
+
+    def _count_crossing(self, kind: TaskKind, pack: PackBytes) -> int:
+        match kind:
+            case TaskKind.CROSSING_OUT:
+                return waiting_bytes(self.costs.crossing, pack.last + 1)
+            case TaskKind.CROSSING_IN:
+                return waiting_bytes(self.costs.crossing, pack.first)
+            case TaskKind.CROSSING_GRADIENTS_OUT:
+                return self.costs.crossing_gradient_bytes(pack.first, self.fused)
+            case _:
+                return self.costs.crossing_gradient_bytes(pack.last + 1, self.fused)
 
 
 class MemoryWalks:
@@ -202,6 +221,13 @@ class _BytesByOwner:
         before, counted = self._by_owner.get(owner, (0, 0))
         self._total.nbytes += times * nbytes - counted * before
         self._by_owner[owner] = nbytes, times
+
+    def add(self, owner: object, nbytes: int, times: int = 1) -> None:
+        """Add to the bytes of `owner`, or take from them what they are at most; they count so many `times`."""
+        before, counted = self._by_owner.get(owner, (0, 0))
+        after = max(0, before + nbytes)
+        self._total.nbytes += times * after - counted * before
+        self._by_owner[owner] = after, times
 
     def release(self, owner: object) -> int:
         """Set the bytes of `owner` to none; return what they were, counted once."""
@@ -335,8 +361,7 @@ class DeviceMemory:
         else:  # the end of its forward pass
             self._waiting.set(micro_batch, self._between_passes(task), times)
             self._outputs.set(micro_batch, self._view.costs.output_bytes, times)
-        stashed = self._stash.release(micro_batch)
-        self._stash.set(micro_batch, stashed + pack.stash_bytes, times)
+        self._stash.add(micro_batch, pack.stash_bytes, times)
         return max(peak, self._all_bytes)
 
     def _run_fused(self, task: Task, pack: PackBytes) -> int:
@@ -415,19 +440,18 @@ class DeviceMemory:
                 # The copy leaves the device when the next one moves.
                 pack = self._view.packs[task.pack]
                 self._leaving_bytes = pack.stash_bytes
-                stashed = self._stash.release(task.micro_batch)
-                self._stash.set(task.micro_batch, max(0, stashed - pack.stash_bytes), self._times(task))
+                self._stash.add(task.micro_batch, -pack.stash_bytes, self._times(task))
             case TaskKind.STASH_IN:
                 self._leaving_bytes = 0
                 returning_bytes = self._view.packs[task.pack].returning_bytes
                 self._returned_stash.set((task.pack, task.micro_batch), returning_bytes)
             case TaskKind.CROSSING_OUT | TaskKind.CROSSING_GRADIENTS_OUT:
-                nbytes = self._crossing_bytes(task)
+                nbytes = self._view.crossing_bytes(task)
                 waiting = self._waiting.release(task.micro_batch)
                 self._waiting.set(task.micro_batch, max(0, waiting - nbytes), self._times(task))
                 self._leaving_crossing_bytes = min(waiting, nbytes)
             case TaskKind.CROSSING_IN | TaskKind.CROSSING_GRADIENTS_IN:
-                self._returned_crossing.set(task.micro_batch, self._crossing_bytes(task))
+                self._returned_crossing.set(task.micro_batch, self._view.crossing_bytes(task))
             case TaskKind.MOVE:
                 first = self._view.costs.costs[self._view.packs[task.pack].first]
                 self._waiting.set(task.micro_batch, first.waiting.alive_bytes, self._times(task))
@@ -465,19 +489,6 @@ class DeviceMemory:
         for index in self._updated:
             if done.issuperset(self._packs[index].parameters):
                 self._gradients.release(index)
-
-    def _crossing_bytes(self, task: Task) -> int:
-        """Return the bytes of a micro-batch that a task moves between its pack and the next one."""
-        costs, pack = self._view.costs, self._view.packs[task.pack]
-        match task.kind:
-            case TaskKind.CROSSING_OUT:
-                return waiting_bytes(costs.crossing, pack.last + 1)
-            case TaskKind.CROSSING_IN:
-                return waiting_bytes(costs.crossing, pack.first)
-            case TaskKind.CROSSING_GRADIENTS_OUT:
-                return costs.crossing_gradient_bytes(pack.first, self._view.fused)
-            case _:
-                return costs.crossing_gradient_bytes(pack.last + 1, self._view.fused)
 
     # ---- what is held
 

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harmony_ds.config import HarmonySettings
+from harmony_ds.scheduler import delay_choice
 from harmony_ds.scheduler.choose import PlanRequest, make_plan
 from harmony_ds.scheduler.costs import CostTable
-from harmony_ds.scheduler import delay_choice
 from harmony_ds.scheduler.delays import delay_swap_ins
 from harmony_ds.scheduler.memory import walk_memory
 from harmony_ds.scheduler.packing import Packer

@@ -165,6 +165,16 @@ def test_the_list_is_ordered_and_holds_no_plan_twice() -> None:
     assert found[0] == search(GRAPH, COSTS, GPU, FP32, request(30_000))[0]
 
 
+@pytest.mark.parametrize("update_rate", [1e2, 1e9], ids=["updates are slow", "computing is what takes time"])
+def test_the_fastest_are_the_same_whether_or_not_the_others_are_simulated_in_full(update_rate: float) -> None:
+    machine = replace(GPU, update_elements_per_ms=update_rate)
+    for budget in SWEEP[4::4]:
+        wanted = request(budget, residency="auto")
+        every = search(GRAPH, COSTS, machine, FP32, wanted, top=10)
+        for top in (1, 3):
+            assert search(GRAPH, COSTS, machine, FP32, wanted, top=top, among=10) == every[:top]
+
+
 def test_the_reason_names_the_cut_and_the_use_of_memory() -> None:
     choice: Choice = search(GRAPH, COSTS, GPU, FP32, request(None, pack_layers=4, stash="device"))[0]
 
