@@ -99,7 +99,7 @@ class Progress(LayerCallObserver):
                 f"{duration(self._searched_s * 1e3)}"
             )
         else:
-            text = f"planned anew: {text}"
+            text = f"planned anew, for a micro-batch unlike those before: {text}"
         self._say_once(plan_text, text)
 
     def first_step_done(self, step_ms: float, predicted_ms: float, deviation: str) -> None:
@@ -111,8 +111,8 @@ class Progress(LayerCallObserver):
         differs = f"; not as planned: {deviation}" if deviation else ""
         self._say_once(
             "first step",
-            f"first step done in {duration(step_ms)}, {step_ms / predicted_ms:.1f} x as long as predicted: it checks the "
-            f"model, and touches memory for the first time{differs}. engine.plan_report() compares later steps",
+            f"first step done in {duration(step_ms)}, {step_ms / predicted_ms:.1f} x the prediction (it checks the model, "
+            f"and touches memory for the first time{differs}); engine.plan_report() compares later steps",
         )
 
     # ---- how it is said
