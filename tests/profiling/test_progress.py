@@ -114,6 +114,6 @@ def test_a_plan_that_replaces_the_first_is_told_of_once(caplog: pytest.LogCaptur
     assert caplog.messages == [
         "2 packs, 1.0 KiB of device memory, 1.0 ms a step predicted (4 micro-batches); measured 4 layer calls in 0.0 ms, "
         "searched in 0.0 ms",
-        "planned anew, for a micro-batch unlike those before: 2 packs, 2.0 KiB of device memory, 1.0 ms a step predicted (4 "
-        "micro-batches)",
+        "planned anew, for a micro-batch unlike those before: 2 packs, 2.0 KiB of device memory, 1.0 ms a step predicted "
+        "(4 micro-batches)",
     ]
