@@ -309,6 +309,7 @@ class ResidentPacks(GradientSums):
             self.note_master_written(name)
             self.note_state_written(name)
 
+    @torch.inference_mode(False)  # what is watched will be written in place
     def watch(self, name: str) -> None:
         """Watch for writes into the weight of `name`, which is up to date on the host, from now on."""
         if self._watched.get(name) is None:

@@ -157,6 +157,11 @@ def by_data(engine: Any, one: Any) -> None:
     one.data.mul_(0.5)
 
 
+def in_inference_mode(engine: Any, one: Any) -> None:
+    with torch.inference_mode():
+        one.data.mul_(0.5)
+
+
 def by_array(engine: Any, one: Any) -> None:
     array: Any = one.detach().view(torch.int16).numpy()  # which has no bf16
     array[3] = array[4]
@@ -204,7 +209,7 @@ def by_loading_state(engine: Any, one: Any) -> None:
 
 
 WRITES = [
-    *(by_operator, in_place, by_data, by_array, by_memory, by_assignment, by_state_dict, by_loading),
+    *(by_operator, in_place, by_data, in_inference_mode, by_array, by_memory, by_assignment, by_state_dict, by_loading),
     *(by_master, by_state, by_raw_state, by_loading_state),
 ]
 
