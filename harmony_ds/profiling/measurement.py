@@ -142,13 +142,14 @@ class Measurement(LayerCallObserver):
         self._check_unwritten(self._unlayered)
         measured.spans = self._passes.inter_layer.spans(self._consumers(), loss, len(measured.calls))
         self._trace.begin(measured.propagate)
+        del outputs  # as a step does before it propagates
         self._passes.propagate_loss(loss)
         # The loss is scaled before it is propagated.
         loss_peak = self._interval.peak() + 2 * measured.scalar
         measured.loss_phase = before_loss + loss_peak
         tail_peak = max(measured.end + 2 * measured.scalar, left + loss_peak)
         measured.tail.note(forward=ForwardBytes(peak_bytes=tail_peak))
-        del outputs, loss
+        del loss
         self._inputs = []
         self._runtime.layer_calls.close_heads()
         with_head = self._interval.alive()
