@@ -11,7 +11,7 @@ An encoder is trained with a loss over all rows of a micro-batch. Budgets hold a
 
 Of two passes, the call is that of one of them.
 `--write` puts what is measured into benchmarks/results/retrievers.json, in the place of what that has of the same program,
-rows and part; docs/retrievers.md has its table.
+rows and part; docs/retrievers.md has the table of all.
 """
 
 from __future__ import annotations
