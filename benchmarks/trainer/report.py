@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 
@@ -75,11 +75,26 @@ def tables(rows: Sequence[Row]) -> str:
     for kind, inside in kinds.items():
         equal = [row for row in inside if row.is_equal]
         most = max((row.ratio for row in equal), default=0.0)
-        tried = ", ".join(f"`{row.name}`" if "=" in row.name else row.name for row in inside)
-        lines.append(f"| {kind} | {tried} | {len(equal)} of {len(inside)} | {f'{most:.2f}' if equal else ''} |")
+        lines.append(
+            f"| {kind} | {_tried(inside)} | {len(equal)} of {len(inside)} | {f'{most:.2f}' if equal else ''} |"
+        )
     others = [row for row in rows if not row.is_equal]
     if others:
         lines += ["", "| not equal | |", "|---|---|"]
         for row in others:
             lines.append(f"| {row.kind}, {row.name} | {(row.error or row.differs).replace('|', '/')} |")
     return "\n".join(lines)
+
+
+def _tried(rows: Sequence[Row]) -> str:
+    """Return what was tried, in few words: an option or a choice of losses once, with the number of its values."""
+    counts = Counter(_what(row.name) for row in rows)
+    return ", ".join(what if count == 1 else f"{what} ({count})" for what, count in counts.items())
+
+
+def _what(name: str) -> str:
+    option, has_value, _ = name.partition("=")
+    if has_value:
+        return f"`{option}`"
+    is_loss = name.startswith("loss ") and len(name.split()) == 2
+    return "losses" if is_loss else name.replace(",", "")
