@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 from dataclasses import replace
 from functools import partial
 
@@ -15,6 +14,7 @@ from harmony_ds.estimate.quantized import Quantization, quantize_linear_layers
 from harmony_ds.estimate.subject import load_subject
 from harmony_ds.estimate.survey import Survey, estimate
 from harmony_ds.profiling.hardware import hardware_of
+from harmony_ds.runtime.garbage import no_collections
 
 _BF16 = "bf16"
 
@@ -36,10 +36,7 @@ def command(args: argparse.Namespace) -> int:
 
     smallest = Quantization.NF4.value
     with_nf4 = None if args.lora is None or args.base == smallest else partial(survey, base=smallest)
-    gc.disable()  # an estimate leaves little to collect, and a fifth of its time went into looking for it
-    try:
+    with no_collections():
         found = answer(args, survey, hardware.host_budget_bytes, with_nf4)
-    finally:
-        gc.enable()
     note = "" if args.machine else "assumed: name yours with --machine; `harmony-ds machines` lists them"
     return reply(found, args.json, note)

@@ -14,6 +14,7 @@ from harmony_ds.distributed.exchange import buffer_bytes
 from harmony_ds.errors import DoesNotFitError
 from harmony_ds.profiling.profiler import Profiler
 from harmony_ds.profiling.progress import Progress
+from harmony_ds.runtime.garbage import no_collections
 from harmony_ds.runtime.runtime import Runtime
 from harmony_ds.scheduler.allocator_fit import (
     Fitting,
@@ -188,7 +189,7 @@ class PlanSearch:
         def found() -> tuple[Choice, ...]:
             if self._saved is not None:
                 return (adopt(self._saved, graph, costs, machine, self._element, request),)
-            with self._progress.searching(len(costs.calls)):
+            with self._progress.searching(len(costs.calls)), no_collections():
                 choices = search(graph, costs, machine, self._element, request, top=_TOP if request.thorough else 1)
             if request.thorough and self._settings.parallel == "auto" and self._runtime.device.count > 1:
                 choices += tuple(self._of_replicas(graph, costs, machine, request))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from harmony_ds.runtime.garbage import StepCollections, collection_within_steps
+from harmony_ds.runtime.garbage import StepCollections, collection_within_steps, no_collections
 from tests.engine.drive import config_of, engine_for, sgd
 
 
@@ -117,3 +117,15 @@ def test_memory_stays_level_where_every_iteration_leaves_a_cycle_with_a_large_te
             engine.train_batch([torch.ones(2, 3)])
             most = max(most, len(living))
     assert most <= 30, f"{most} tensors were alive at once"
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_python_looks_for_garbage_again_after_a_search_if_it_did_before(collects: bool) -> None:
+    did = gc.isenabled()
+    (gc.enable if collects else gc.disable)()
+    try:
+        with no_collections():
+            assert not gc.isenabled()
+        assert gc.isenabled() is collects
+    finally:
+        (gc.enable if did else gc.disable)()
