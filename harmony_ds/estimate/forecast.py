@@ -263,6 +263,7 @@ def _with_more_memory(now: Forecast) -> Iterator[tuple[str, float]]:
     rates = [now.items_per_s]
     # Larger packs are what more memory is for, and smaller ones leave more of it to what stays.
     sizes = {-(-calls // parts) for parts in range(1, packs + 2)}
+    sizes = {size for size in sizes if -(-calls // size) >= request.policy.pipeline}  # a pack for each device
     for size in [given] if given else sorted(sizes):
         settings = replace(request.settings, pack_layers=size)
         wish = replace(request, settings=settings, budget_bytes=2 * request.budget_bytes, thorough=False)

@@ -167,6 +167,8 @@ def _quick_requests(now: Choice, request: PlanRequest, joined_count: int, machin
     most = -(-len(now.plan.calls) // len(now.plan.packing.backward))
     given = request.settings.pack_layers
     for size in [given] if given else sorted({most, -(-most // 2), -(-most // 4)}):
+        if -(-len(now.plan.calls) // size) < policy.pipeline:  # fewer packs than devices
+            continue
         yield replace(request, settings=replace(request.settings, pack_layers=size), policy=policy, thorough=False)
 
 

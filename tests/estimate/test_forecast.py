@@ -175,6 +175,13 @@ def test_more_memory_never_hurts_and_is_left_out_where_there_is_no_limit() -> No
     assert "twice the device memory" not in changes(forecast(unlimited))
 
 
+def test_more_memory_of_several_devices_leaves_each_of_them_a_pack() -> None:
+    request = situation(2**40).request
+    several = replace(situation(2**40), request=replace(request, policy=replace(request.policy, pipeline=3)))
+    found = forecast(several)
+    assert changes(found)["twice the device memory"] >= found.items_per_s
+
+
 def test_traffic_is_compared_with_the_bound_and_with_zero3() -> None:
     found = forecast(tight())
     swaps = found.prediction.swaps
