@@ -29,7 +29,7 @@ def main(command: Sequence[str]) -> None:
     if not words or words[0].startswith("-"):
         sys.exit(f"error: no script is named. {USAGE}")
     if not is_module and not Path(words[0]).is_file():
-        sys.exit(f"error: there is no script {words[0]}. {USAGE}. Commands, as estimate, are the program harmony-ds's.")
+        sys.exit(f"error: there is no script {words[0]}. {USAGE}. Commands such as estimate: harmony-ds COMMAND.")
     from harmony_ds.integrations.script import run_script  # imports torch
 
     run_script(command)
