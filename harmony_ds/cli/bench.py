@@ -38,9 +38,8 @@ def command(args: argparse.Namespace) -> int:
     run(results, args.output, tell, args.limit_s)
     figure, page = args.output.with_suffix(".png"), args.output.with_suffix(".md")
     drawn = draw(results, figure)
-    text = report(results, figure if drawn else None)
-    page.write_text(text + "\n", encoding="utf-8")
-    print(json.dumps(asdict(results), indent=1) if args.json else text)
+    page.write_text(report(results, figure if drawn else None) + "\n", encoding="utf-8")
+    print(json.dumps(asdict(results), indent=1) if args.json else report(results))
     tell(f"written: {args.output}, {page}" + (f", {figure}" if drawn else "; a figure needs matplotlib"))
     others = differing(results) if args.ablate else [one.label for one in summarize(results) if not one.losses_agree]
     if others:
