@@ -39,8 +39,7 @@ class UserGradients:
             if gradient is not None:
                 gradients[name] = gradient
                 with bypass_hooks():
-                    parameter = self._store.parameters[name]
-                    parameter.grad, parameter.grad_dtype = None, parameter.dtype
+                    _set_gradient(self._store.parameters[name], None)
         self.popped += len(gradients)
         return gradients
 
@@ -62,8 +61,14 @@ class UserGradients:
         if not self._updater.is_updating(name):
             with bypass_hooks():
                 parameter = self._store.parameters[name]
-                parameter.grad = None
-                if value is not None:
-                    if value.dtype == torch.float32:  # as the engine's sums are, also of weights in another dtype
-                        parameter.grad_dtype = value.dtype
-                    parameter.grad = value.to(parameter.device)  # from a resident pack, maybe
+                on_host = None if value is None else value.to(parameter.device)  # from a resident pack, maybe
+                _set_gradient(parameter, on_host)
+
+
+def _set_gradient(parameter: Tensor, value: Tensor | None) -> None:
+    """Set `parameter.grad`: it may be in fp32, as the engine's sums are, whatever the parameter's dtype."""
+    parameter.grad = None
+    dtype = torch.float32 if value is not None and value.dtype == torch.float32 else parameter.dtype
+    if parameter.grad_dtype != dtype:
+        parameter.grad_dtype = dtype
+    parameter.grad = value

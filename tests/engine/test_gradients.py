@@ -118,6 +118,9 @@ def test_gradients_in_bf16_may_be_set_as_they_are_read_in_fp32() -> None:
                     else:
                         parameter.grad.mul_(0.7)
                 engine.step()
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter, dtype=torch.float32)
+                parameter.grad = None
         models.append(model)
         assert all(parameter.grad_dtype == torch.bfloat16 for parameter in model.parameters())
     assert_same(*models, bitwise=True)
