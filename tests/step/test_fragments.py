@@ -13,6 +13,7 @@ import pytest
 from harmony_ds import HarmonyEngine
 from harmony_ds.device import CpuDevice
 from harmony_ds.distributed import SingleProcess
+from harmony_ds.scheduler.plan import Policy
 from harmony_ds.scheduler.search import Choice
 from tests.engine.drive import config_of, engine_for, family, groups_of, sgd, train_groups
 
@@ -98,6 +99,7 @@ def test_the_pool_is_filled_where_one_request_more_could_exceed_the_budget() -> 
 
 def test_a_filled_pool_leaves_room_to_exchange_gradients_with_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SingleProcess, "reduce_bytes", lambda self, device: 2**16)
+    monkeypatch.setattr(Policy, "reduces_on_device", True)
     frugal = {"pack_layers": 1, "stash": "host", "prefetch": False}
     smallest = peak_of(CpuDevice(2**30), **frugal)
     device = Fragmented(smallest)
