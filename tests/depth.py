@@ -230,10 +230,12 @@ SLOW = """
     scheduler/test_search.py::test_more_devices_are_used_where_one_thread_issues_their_work_fast_enough
     scheduler/test_search.py::test_neighbours_are_tried_until_so_much_has_been_simulated
     scheduler/test_search.py::test_nothing_in_the_list_of_candidates_is_faster_than_what_is_chosen
+    scheduler/test_search.py::test_the_fastest_are_the_same_whether_or_not_the_others_are_simulated_in_full
     simdevice/test_engine_exactness.py::test_same_weights_and_peak_with_mechanisms_switched_off
     simdevice/test_engine_late.py::test_after_some_steps_nothing_more_is_page_locked_for_lengths_that_vary
     simdevice/test_engine_memory.py::test_a_model_trains_under_a_limit_that_plain_pytorch_exceeds
     simdevice/test_engine_peaks.py::test_a_budget_is_filled_but_never_exceeded
+    simdevice/test_engine_quantized.py::test_int8_leaves_nothing_of_the_base_in_the_modules
     simdevice/test_engine_residency.py::test_deepspeeds_optimizers_are_replaced_by_torchs_on_the_device
     step/test_allocator_retries.py::test_an_eighth_is_left_free_at_most_and_weights_are_those_of_one_plan
     step/test_fragments.py::test_a_plan_that_is_not_served_any_more_is_replaced

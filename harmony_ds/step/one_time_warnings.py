@@ -13,6 +13,11 @@ EARLY_READ = (
     "is right; it costs time. To avoid it, read losses after engine.step(), sum them by total = total + loss.detach(), or "
     "use engine.train_batch()."
 )
+NO_ROOM_BESIDE_EARLY = (
+    "losses or outputs that were looked at before their step keep their micro-batches on the device: beside them, a task "
+    "of this step takes %s bytes of device memory, more than plans have (%s bytes), and may run out of it. Read losses "
+    "after engine.step(), or raise harmony.device_memory_gib. Said once."
+)
 DIVIDED_TWICE = (
     "a loss was divided by gradient_accumulation_steps by hand, and its backward() divides gradients by them once more, as "
     "DeepSpeed's engine does: leave the division to the engine (loss.backward(), or engine.backward(loss))."

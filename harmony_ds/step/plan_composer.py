@@ -14,6 +14,7 @@ from harmony_ds.runtime.runtime import Runtime
 from harmony_ds.scheduler.compose import Group, compose_end, compose_evaluation, compose_forward, compose_step
 from harmony_ds.scheduler.memory import walk_memory
 from harmony_ds.scheduler.plan import Packing, Plan, Policy, Task
+from harmony_ds.step.one_time_warnings import NO_ROOM_BESIDE_EARLY, OneTimeWarnings
 from harmony_ds.step.planner import Planner
 
 _MOST_PLANS = 256  # to keep: which losses a program reads before its step may differ from step to step
@@ -28,9 +29,10 @@ class PlanComposer:
     an evaluation. Composed plans are kept until the planner chooses another plan.
     """
 
-    def __init__(self, runtime: Runtime, planner: Planner) -> None:
+    def __init__(self, runtime: Runtime, planner: Planner, warnings: OneTimeWarnings) -> None:
         self._runtime = runtime
         self._planner = planner
+        self._warnings = warnings
         self._composed = lru_cache(_MOST_PLANS)(self._compose)
         self._in_force: Plan | None = None
 
@@ -151,7 +153,7 @@ class PlanComposer:
             beside_bytes: see there.
         """
         policy = self._policy_for(micro_batches, has_unlayered, sum(m.count for m in micro_batches))
-        return self._of_group(compose_step, micro_batches, has_unlayered, policy, beside_bytes=beside_bytes)
+        return self._beside_early(compose_step, micro_batches, has_unlayered, policy, beside_bytes)
 
     def part_of_step(
         self, micro_batches: Sequence[MicroBatch], has_unlayered: bool, first: bool, beside_bytes: int = 0
@@ -162,7 +164,7 @@ class PlanComposer:
         """
         policy = self._policy_for(micro_batches, has_unlayered, len(micro_batches))
         policy = replace(policy, deferred_update=True, grouping=policy.grouping and first)
-        plan = self._of_group(compose_step, micro_batches, has_unlayered, policy, beside_bytes=beside_bytes)
+        plan = self._beside_early(compose_step, micro_batches, has_unlayered, policy, beside_bytes)
         split = len(plan.tasks) - len(compose_end(plan.packing, policy))
         return plan.part(0, split), plan.part(split)
 
@@ -178,15 +180,12 @@ class PlanComposer:
         """
         policy = replace(self._planner.plan_for(1).policy, swaps_in_shares=False)  # the others may do something else
 
-        def beside_others() -> Plan:
-            beside_bytes = self.beside_bytes((), others, outputs)
-            return self._of_group(compose_forward, [micro_batch], has_unlayered, policy, beside_bytes=beside_bytes)
-
-        plan = beside_others()
+        beside_bytes = self.beside_bytes((), others, outputs)
+        plan = self._of_group(compose_forward, [micro_batch], has_unlayered, policy, beside_bytes)
         if others and self._runtime.device.count == 1 and not self._planner.has_room_for(plan.device_peaks):
             self._send_stash(others)
-            plan = beside_others()
-        return plan
+            beside_bytes = self.beside_bytes((), others, outputs)
+        return self._beside_early(compose_forward, [micro_batch], has_unlayered, policy, beside_bytes)
 
     def _send_stash(self, micro_batches: Sequence[MicroBatch]) -> None:
         stash = self._runtime.stash
@@ -210,18 +209,40 @@ class PlanComposer:
         alone = has_unlayered or any(m.forward_done for m in micro_batches)
         return replace(policy, swaps_in_shares=not self._runtime.world.any("share swap-ins", alone))
 
+    def _beside_early(
+        self,
+        compose: _Compose,
+        micro_batches: Sequence[MicroBatch],
+        has_unlayered: bool,
+        policy: Policy,
+        beside_bytes: int,
+    ) -> Plan:
+        """Return the plan of a run beside what micro-batches hold whose forward pass has run alone (`beside_bytes`).
+
+        Where the budget has no room for that, the plan's peaks say so, and the run goes on in what memory there is: its
+        tasks are charged without it.
+        """
+        plan = self._of_group(compose, micro_batches, has_unlayered, policy, beside_bytes)
+        is_early = beside_bytes > 0 or any(micro_batch.forward_done for micro_batch in micro_batches)
+        if not is_early or self._planner.has_room_for(plan.device_peaks):
+            return plan
+        self._warnings.log(NO_ROOM_BESIDE_EARLY, f"{plan.peak_bytes:,}", f"{self._planner.room_bytes:,}")
+        alone = self._of_group(compose, micro_batches, has_unlayered, policy)
+        return replace(alone, peak_bytes=plan.peak_bytes, device_peaks=plan.device_peaks)
+
     def _of_group(
         self,
         compose: _Compose,
         micro_batches: Sequence[MicroBatch],
         has_unlayered: bool,
         policy: Policy,
+        beside_bytes: int | None = None,
         with_shared_losses: bool = True,
-        beside_bytes: int = 0,
     ) -> Plan:
-        """Return the plan of a group, with `beside_bytes` on the device all the time.
+        """Return the plan of a group.
 
         Args:
+            beside_bytes: what is on the device all the time; None: nothing, nor what forward passes hold that have run.
             with_shared_losses: False: as if each of its micro-batches had its own loss.
         """
         fresh, forwarded = (tuple(m.index for m in micro_batches if m.forward_done is ran) for ran in (False, True))
@@ -237,7 +258,7 @@ class PlanComposer:
         return self._composed(compose, group, policy, joint, beside_bytes)
 
     def _compose(
-        self, compose: _Compose, group: Group, policy: Policy, joint: frozenset[int], beside_bytes: int
+        self, compose: _Compose, group: Group, policy: Policy, joint: frozenset[int], beside_bytes: int | None
     ) -> Plan:
         plan = self._in_force
         assert plan is not None
@@ -248,10 +269,14 @@ class PlanComposer:
             alone = replace(alone, costs=calls, held_bytes=0, output_bytes=0)
         from_host = policy.slices_from_host and compose is not compose_evaluation
         others = dict.fromkeys(joint, costs)
-        walked = walk_memory(plan.packs, tasks, alone, others, group.shared_losses, from_host, group.forwarded)
-        peaks = tuple(plan.resident_bytes + beside_bytes + peak for peak in walked.device_peaks)
+        forwarded: tuple[int, ...] = ()
+        if beside_bytes is not None:
+            forwarded = group.forwarded
+        walked = walk_memory(plan.packs, tasks, alone, others, group.shared_losses, from_host, forwarded)
+        more_bytes = beside_bytes or 0
+        peaks = tuple(plan.resident_bytes + more_bytes + peak for peak in walked.device_peaks)
         plan = replace(plan, policy=policy, tasks=tasks, micro_batches=len(group.all), rows=self._planner.rows)
-        activation_bytes = tuple(nbytes + beside_bytes for nbytes in walked.activation_bytes)
+        activation_bytes = tuple(nbytes + more_bytes for nbytes in walked.activation_bytes)
         return replace(plan, activation_bytes=activation_bytes, peak_bytes=max(peaks), device_peaks=peaks)
 
 

@@ -263,8 +263,13 @@ class Planner:
 
     def has_room_for(self, peaks: tuple[int, ...]) -> bool:
         """Return whether the budget holds the peaks of a group."""
+        return self.room_bytes is None or max(peaks) <= self.room_bytes
+
+    @property
+    def room_bytes(self) -> int | None:
+        """The most bytes that a group may take, of each device; None: any number."""
         budget_bytes = self.search.request(self.graph, self._group_size).budget_bytes
-        return budget_bytes is None or max(peaks) <= budget_bytes + self.beside.shared_loss_bytes
+        return None if budget_bytes is None else budget_bytes + self.beside.shared_loss_bytes
 
     def make_room(self, nbytes: int) -> None:
         """Keep `nbytes`, or more than so far, for shared losses; plan with what is left from the next group on."""

@@ -96,7 +96,7 @@ class Steps:
             record=record,
             model_calls=ModelCalls(device, state.ledger, autocast, casts),
             replaced_forward=ReplacedForward(model),
-            composer=PlanComposer(state.runtime, state.planner),
+            composer=PlanComposer(state.runtime, state.planner, warnings),
             seed=state.world.compute_on_first("seed", torch.initial_seed) if seed is None else seed,
             warnings=warnings,
             allocator_retries=AllocatorRetries(device, state.world, state.planner, warnings),
