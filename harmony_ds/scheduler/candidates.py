@@ -153,9 +153,10 @@ def propose_policies(packing: Packing, request: PlanRequest, peak: Peak, thoroug
     residency = request.settings.residency
     given = resident_packs(packing, residency) if isinstance(residency, int) else ()
     base = replace(request.policy, resident=given)
-    least = peak(replace(base, prefetch=early_or_not[-1], stash_on_host=stashes[-1]))
-    if request.budget_bytes is not None and least > request.budget_bytes:
+    smallest = _with_host_room([replace(base, prefetch=early_or_not[-1], stash_on_host=n) for n in stashes], peak)
+    if not smallest or (request.budget_bytes is not None and peak(smallest[-1]) > request.budget_bytes):
         return
+    stashes = stashes[: len(smallest)]
     for early in early_or_not:
         base = replace(base, prefetch=early)
         ways = [replace(base, stash_on_host=away) for away in stashes]
@@ -216,6 +217,7 @@ def first_fitting(policies: Sequence[Policy], peak: Peak, request: PlanRequest) 
     one tell about where the budget lies between them.
     """
     budget = request.budget_bytes
+    policies = _with_host_room(policies, peak)
     if not policies or budget is None:
         return policies[0] if policies and peak(policies[0]) < float("inf") else None
     low, high = 0, len(policies) - 1
@@ -234,6 +236,14 @@ def first_fitting(policies: Sequence[Policy], peak: Peak, request: PlanRequest) 
         else:
             high, least = middle, here
     return policies[high]
+
+
+def _with_host_room(policies: Sequence[Policy], peak: Peak) -> Sequence[Policy]:
+    """Return the policies without the last ones, those with the most stash on the host, that the host has no room for."""
+    count = len(policies)
+    while count and peak(policies[count - 1]) == float("inf"):
+        count -= 1
+    return policies[:count]
 
 
 def packs_in_both_passes(packing: Packing) -> set[int]:

@@ -68,6 +68,21 @@ def test_a_plan_is_found_for_which_the_host_has_room() -> None:
         )
 
 
+def test_stash_stays_on_the_device_where_the_host_has_no_room_for_it() -> None:
+    costs = costs_of(GRAPH.calls, replace(COST, stash=replace(COST.stash, new_bytes=500)))
+    count = 0
+    for budget_bytes in range(30_000, 60_000, 2_000):
+        request = PlanRequest(HarmonySettings(residency="off"), 6, budget_bytes, 0, Policy(), host_bytes=sum(OWN))
+        try:
+            on_device = search(GRAPH, costs, GPU, FP32, replace(request, settings=HarmonySettings(stash="device")))[0]
+        except DoesNotFitError:
+            continue
+        count += len(on_device.plan.packs) > 1  # of one pack there is no stash
+        found = search(GRAPH, costs, GPU, FP32, request)[0]
+        assert waiting_of(found.plan, costs).total_bytes <= sum(OWN)
+    assert count
+
+
 def test_where_the_device_is_too_small_the_hosts_room_is_not_what_is_said() -> None:
     request = PlanRequest(HarmonySettings(), 6, 100, 0, Policy(), host_bytes=0)
     with pytest.raises(DoesNotFitError, match="of device memory"):
