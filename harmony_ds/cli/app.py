@@ -7,7 +7,6 @@ of compared engines differ, 130 interrupted. A closed pipe (`| head`) ends a com
 from __future__ import annotations
 
 import argparse
-import gc
 import logging
 import os
 import sys
@@ -15,6 +14,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from harmony_ds.cli.command_line import parse
+from harmony_ds.runtime.garbage import no_collections
 
 WRONG_INPUT, INTERRUPTED = 1, 130
 
@@ -31,11 +31,10 @@ def run(argv: Sequence[str]) -> int:
 def _run_command(args: argparse.Namespace) -> int:
     for library in ("torchao", "torch.utils._pytree"):  # what they log when they are imported has to do with no command
         logging.getLogger(library).setLevel(logging.ERROR)
-    gc.disable()  # modules are no garbage, and torch is one of those imported here
-    from harmony_ds.errors import HarmonyError
+    with no_collections():  # modules are no garbage, and torch is one of those imported here
+        from harmony_ds.errors import HarmonyError
 
-    command = import_module(f"harmony_ds.cli.{args.command}").command
-    gc.enable()
+        command = import_module(f"harmony_ds.cli.{args.command}").command
     try:
         return int(command(args))
     except BrokenPipeError:  # the reader of the output has enough

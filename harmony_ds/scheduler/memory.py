@@ -224,10 +224,8 @@ class _BytesByOwner:
 
     def add(self, owner: object, nbytes: int, times: int = 1) -> None:
         """Add to the bytes of `owner`, or take from them what they are at most; they count so many `times`."""
-        before, counted = self._by_owner.get(owner, (0, 0))
-        after = max(0, before + nbytes)
-        self._total.nbytes += times * after - counted * before
-        self._by_owner[owner] = after, times
+        before, _ = self._by_owner.get(owner, (0, 0))
+        self.set(owner, max(0, before + nbytes), times)
 
     def release(self, owner: object) -> int:
         """Set the bytes of `owner` to none; return what they were, counted once."""
@@ -417,8 +415,7 @@ class DeviceMemory:
         """Release the micro-batch's stash for the pack, which running it backward counts; return its bytes."""
         if self._returned_stash and self._returned_stash.release((task.pack, task.micro_batch)):
             return pack.returning_bytes
-        stashed = self._stash.release(task.micro_batch)
-        self._stash.set(task.micro_batch, max(0, stashed - pack.stash_bytes), self._times(task))
+        self._stash.add(task.micro_batch, -pack.stash_bytes, self._times(task))
         return pack.stash_bytes
 
     def _wait_after_backward(self, task: Task, pack: PackBytes) -> None:

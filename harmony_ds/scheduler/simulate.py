@@ -67,7 +67,7 @@ class SimulatedSteps:
     @property
     def step_ms(self) -> float:
         """How long the second step takes."""
-        return last_step_ms(self.lowering, self.places, self.timeline)
+        return _last_step_ms(self.lowering, self.places, self.timeline)
 
     def busy_ms(self) -> dict[str, float]:
         """Return how long each stream works in the second step."""
@@ -125,18 +125,22 @@ def step_ms(
     if wanted_ms < float("inf"):
         # Jobs that slow each other down end later. Updates need not, by their priorities (see `run_alone`), and the end of
         # the first step is taken off; but no random plan of tests/scheduler/test_simulate.py takes less than jobs alone.
-        alone_ms = last_step_ms(lowering, steps, run_alone(lowering.jobs))
+        alone_ms = _last_step_ms(lowering, steps, run_alone(lowering.jobs))
         if alone_ms > _ROUNDED * wanted_ms:
             return float("inf")
-    return last_step_ms(lowering, steps, _run(lowering, machine, plan.policy.pipeline))
+    return _last_step_ms(lowering, steps, _run(lowering, machine, plan.policy.pipeline))
 
 
 def _run(lowering: Lowering, machine: Machine, devices: int) -> Timeline:
     return run_jobs(lowering.jobs, _capacities(machine, devices), crowded=("cores",))
 
 
-def last_step_ms(lowering: Lowering, steps: Sequence[range], timeline: Timeline) -> float:
-    """Return how long the second of two steps takes: what `run_steps` returns enters."""
+def _last_step_ms(lowering: Lowering, steps: Sequence[range], timeline: Timeline) -> float:
+    """Return how long the second of two steps takes.
+
+    Args:
+        steps: of each step, the places of its jobs in `lowering` and `timeline`.
+    """
     before, end = (
         max((timeline.end_ms[job] for job in jobs if lowering.work[job][0] != UPDATE), default=0.0) for jobs in steps
     )

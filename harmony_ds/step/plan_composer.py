@@ -269,9 +269,7 @@ class PlanComposer:
             alone = replace(alone, costs=calls, held_bytes=0, output_bytes=0)
         from_host = policy.slices_from_host and compose is not compose_evaluation
         others = dict.fromkeys(joint, costs)
-        forwarded: tuple[int, ...] = ()
-        if beside_bytes is not None:
-            forwarded = group.forwarded
+        forwarded = () if beside_bytes is None else group.forwarded
         walked = walk_memory(plan.packs, tasks, alone, others, group.shared_losses, from_host, forwarded)
         more_bytes = beside_bytes or 0
         peaks = tuple(plan.resident_bytes + more_bytes + peak for peak in walked.device_peaks)

@@ -263,7 +263,8 @@ class Planner:
 
     def has_room_for(self, peaks: tuple[int, ...]) -> bool:
         """Return whether the budget holds the peaks of a group."""
-        return self.room_bytes is None or max(peaks) <= self.room_bytes
+        room_bytes = self.room_bytes
+        return room_bytes is None or max(peaks) <= room_bytes
 
     @property
     def room_bytes(self) -> int | None:
