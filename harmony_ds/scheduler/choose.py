@@ -153,7 +153,11 @@ def explain(plan: Plan, request: PlanRequest, graph: LayerGraph, costs: CostTabl
         f"raise harmony.device_memory_gib to {gib_number(plan.peak_bytes + request.beside_bytes)} (GiB) or more",
         "lower train_micro_batch_size_per_gpu",
         f"lower harmony.pack_layers (now {pack_layers})" if pack_layers > 1 else "",
-        "name smaller layers in harmony.layers",
+        # Slices make every layer small: what is left is code between layers, which nothing cuts.
+        'name a module in harmony.layers whose own code joins what layers inside it return, such as "*.embeddings": it is '
+        "one layer then, and cut"
+        if plan.policy.slices_from_host
+        else "name smaller layers in harmony.layers",
         "lower harmony.residency" if plan.policy.resident else "",
     )
     return (

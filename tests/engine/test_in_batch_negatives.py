@@ -169,7 +169,9 @@ def test_embeddings_that_are_one_layer_are_cut_down_to_single_rows() -> None:
         planner_of(engine).cuts._from_host = True
         loop_with(engine, batches[:1], one_input)
         budget = {"device_memory_gib": peak_of(engine) / 2**30}
-    with engine_for(copy.deepcopy(model), sgd, config_of(1, harmony=budget)) as engine, pytest.raises(DoesNotFitError):
+    way_out = r'name a module in harmony.layers .* such as "\*.embeddings"'
+    refused = pytest.raises(DoesNotFitError, match=way_out)
+    with engine_for(copy.deepcopy(model), sgd, config_of(1, harmony=budget)) as engine, refused:
         loop_with(engine, batches, one_input)
     expected = loop_plainly(plain, batches, 1, one_input)
     with engine_for(model, sgd, config_of(1, harmony={**budget, **layers})) as engine:
