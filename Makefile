@@ -24,7 +24,7 @@ COMPILED := $(VENV)/.compiled
 INSTALL := $(BIN)/python -m pip install --no-compile -c constraints.txt
 
 .DEFAULT_GOAL := venv
-.PHONY: venv demo docs test test-all checks tests/simdevice test-gpu gpu-kit bench-overhead bench-prediction bench-memory paper vldb22
+.PHONY: venv demo docs test test-all tests beside checks tests/simdevice test-gpu gpu-kit bench-overhead bench-prediction bench-memory paper vldb22
 
 venv: $(STAMP)
 
@@ -68,8 +68,7 @@ docs: venv
 	@echo "written: outputs/site/index.html; with its search: $(BIN)/python -m http.server --directory outputs/site"
 
 # One OpenMP thread and two processes, one core each: with more threads, spinning ones make small kernels many times
-# slower. The test device takes torch's one place for an accelerator: its tests run in a process of their own, beside the
-# type checker, which takes one core as they do.
+# slower. The test device takes torch's one place for an accelerator: its tests run in a process of their own.
 PYTEST := $(BIN)/python -m pytest
 TEST_DEVICE := tests/simdevice
 
@@ -82,8 +81,15 @@ test test-all: export OMP_NUM_THREADS ?= 1
 # DeepSpeed's own engine, which ours is compared with, looks for ninja there.
 test test-all: export PATH := $(abspath $(BIN)):$(PATH)
 test test-all: $(COMPILED)
-	$(MAKE) --jobs=2 --output-sync=target checks $(TEST_DEVICE)
-	$(PYTEST) --numprocesses=2 --dist=worksteal -m "$$DEPTH" --ignore=$(TEST_DEVICE) tests
+	$(MAKE) --no-print-directory --jobs=3 beside tests
+
+tests:
+	$(PYTEST) --numprocesses=2 --dist=worksteal -m "$$DEPTH" --ignore=$(TEST_DEVICE) $@
+
+# The type checker and the test device take one core each, and beside the other tests no core waits for them. What they
+# print comes at their end, in one piece.
+beside:
+	$(MAKE) --output-sync=target checks $(TEST_DEVICE)
 
 $(TEST_DEVICE):
 	$(PYTEST) -m "$$DEPTH" $@
