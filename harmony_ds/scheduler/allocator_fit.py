@@ -3,7 +3,8 @@
 What a plan has in use at once fits the budget; what the allocator has to reserve for it may not: some of its memory is in
 pieces that serve no request. A part of the budget is left to these. How much is first guessed, and then known for the plan
 that was found, whose allocations are replayed (`replay`): where the allocator would be short of room, the search goes on
-with more of it left, and where it has much more than it needs, with less.
+with more of it left, and where it has much more than it needs, with less. Plans that take as much may be in pieces of very
+different sizes, so that with less left another plan may be found that the allocator can serve.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ _LUCK = 512
 """Where blocks fit by the way that they happen to lie, they have to fit with this part of the budget less, too."""
 _MUCH = 16
 """Where more than this part of the budget is left, less is tried: a plan with more in use may be in fewer pieces."""
+_PARTS_OF_GUESS = (2, 4)
+"""Where the allocator cannot serve what is found with the guess left, these parts of the guess are left, too."""
 _AS_FAST = 1.01
 """Of the plans that one search finds, those that take so many times the time of the fastest may be taken for it."""
 
@@ -46,8 +49,9 @@ class Fitting:
     fragment_bytes: int
 
 
-Fit = Callable[[int], Fitting]
-"""Search with so many bytes of the budget left, and put a plan first that the allocator can serve, if one is as fast."""
+Fit = Callable[[int, bool], Fitting]
+"""Search with so many bytes of the budget left, and put a plan first that the allocator can serve, if one is as fast; with
+True, also one whose blocks fit by the way that they happen to lie."""
 
 
 def leaving(request: PlanRequest, nbytes: int) -> PlanRequest:
@@ -86,19 +90,36 @@ def search_fitting(
         DoesNotFitError: the first search finds nothing.
     """
 
-    def fit(left_bytes: int) -> Fitting:
-        found = _fastest_replayed(search(leaving(request, left_bytes)), request, costs, smallest_ratio)
+    def fit(left_bytes: int, by_luck: bool) -> Fitting:
+        found = _fastest_replayed(search(leaving(request, left_bytes)), request, costs, smallest_ratio, by_luck)
         place = next((place for place, choice in enumerate(found) if is_served(choice, request)), 0)
         return Fitting((found[place], *found[:place], *found[place + 1 :]), left_bytes)
 
-    first = fit(fragment_bytes)
+    first = fit(fragment_bytes, True)
     if is_served(first.choices[0], request):
         return _fastest_with_less_left(first, fit, request)
-    return _served_with_more_left(first, fit, request)
+    found = _served_with_more_left(first, fit, request)
+    as_fast_ms = _AS_FAST * first.choices[0].prediction.step_ms
+    if is_served(found.choices[0], request) and found.choices[0].prediction.step_ms <= as_fast_ms:
+        return found
+    for part in _PARTS_OF_GUESS:
+        other = fit(fragment_bytes // part, False)
+        if is_served(other.choices[0], request) and _is_better(other, found, request):
+            found = other
+    return found
+
+
+def _is_better(served: Fitting, other: Fitting, request: PlanRequest) -> bool:
+    """Return whether a plan that the allocator can serve is to run instead of another one."""
+    if not is_served(other.choices[0], request):
+        return True
+    return served.choices[0].prediction.step_ms < other.choices[0].prediction.step_ms
 
 
 def _fastest_with_less_left(first: Fitting, fit: Fit, request: PlanRequest) -> Fitting:
-    """Return the fastest of `first` and what is found with less left, as long as the allocator can serve that."""
+    """Return the fastest of `first` and what is found with less left, as long as the allocator can serve that, whichever
+    way blocks lie.
+    """
     best = latest = first
     for _ in range(_SEARCHES - 1):
         assert request.budget_bytes is not None
@@ -107,7 +128,7 @@ def _fastest_with_less_left(first: Fitting, fit: Fit, request: PlanRequest) -> F
             spare_bytes = max(spare_bytes, latest.fragment_bytes // 4)
         if spare_bytes < request.budget_bytes // _GRAIN or not latest.fragment_bytes:
             break
-        latest = fit(max(0, latest.fragment_bytes - spare_bytes))
+        latest = fit(max(0, latest.fragment_bytes - spare_bytes), False)
         if not is_served(latest.choices[0], request):
             break
         if latest.choices[0].prediction.step_ms < best.choices[0].prediction.step_ms:
@@ -123,7 +144,7 @@ def _served_with_more_left(first: Fitting, fit: Fit, request: PlanRequest) -> Fi
         grain = request.budget_bytes // _GRAIN
         missing_bytes = -_spare_bytes(latest, request)
         try:
-            latest = fit(latest.fragment_bytes + min(max(grain, missing_bytes), _MOST_AT_ONCE * grain))
+            latest = fit(latest.fragment_bytes + min(max(grain, missing_bytes), _MOST_AT_ONCE * grain), True)
         except DoesNotFitError:
             break
         if is_served(latest.choices[0], request):
@@ -138,14 +159,18 @@ def _spare_bytes(fitting: Fitting, request: PlanRequest) -> int:
     return _limit_bytes(request, choice.plan.policy) - choice.reserved_bytes
 
 
-def replayed(choice: Choice, request: PlanRequest, costs: CostTable, smallest_ratio: float) -> Choice:
+def replayed(
+    choice: Choice, request: PlanRequest, costs: CostTable, smallest_ratio: float, by_luck: bool = True
+) -> Choice:
     """Return the choice with what the allocator has to reserve for its plan; `request`: for all of the budget.
 
-    Where it would reserve more than there is, it may do with what there is: it puts blocks elsewhere then.
+    Where it would reserve more than there is, it may do with what there is (`by_luck`): it puts blocks elsewhere then. A
+    step does not quite allocate what was measured, so that its blocks may not fit where they did here.
     """
     needed_bytes = reserved_bytes(choice.plan, costs, smallest_ratio)
     limit_bytes = _limit_bytes(request, choice.plan.policy)
-    if needed_bytes > limit_bytes and smallest_ratio == 1.0 and _fits_by_luck(choice.plan, request, costs):
+    may_be_lucky = by_luck and smallest_ratio == 1.0
+    if needed_bytes > limit_bytes and may_be_lucky and _fits_by_luck(choice.plan, request, costs):
         needed_bytes = limit_bytes
     return replace(choice, reserved_bytes=needed_bytes)
 
@@ -185,7 +210,7 @@ def _pool_bytes(request: PlanRequest, policy: Policy) -> int:
 
 
 def _fastest_replayed(
-    choices: tuple[Choice, ...], request: PlanRequest, costs: CostTable, smallest_ratio: float
+    choices: tuple[Choice, ...], request: PlanRequest, costs: CostTable, smallest_ratio: float, by_luck: bool
 ) -> tuple[Choice, ...]:
     """Return the choices with what has to be reserved for those that are as fast as the best, up to the first one that the
     allocator can serve.
@@ -194,7 +219,7 @@ def _fastest_replayed(
     for choice in choices:
         if choice.prediction.step_ms > _AS_FAST * choices[0].prediction.step_ms:
             break
-        known.append(replayed(choice, request, costs, smallest_ratio))
+        known.append(replayed(choice, request, costs, smallest_ratio, by_luck))
         if is_served(known[-1], request):
             break
     return (*known, *choices[len(known) :])

@@ -100,7 +100,16 @@ def test_a_slower_plan_does_not_run_for_being_served() -> None:
     better = choice(LIMIT, 10.5)
     searches = Searches(lambda left: (fast, slow) if left < 160 else (better,))
     assert fit(searches, 100) == Fitting((known(better),), 160 * MIB)
-    assert searches.left == [100, 160]
+    assert searches.left == [100, 160, 50, 25]
+
+
+def test_where_what_is_served_is_slower_less_is_left_too() -> None:
+    """Plans that take as much may be in pieces of other sizes."""
+    fast, slow, served = choice(LIMIT + 60 * MIB, 10.0), choice(LIMIT, 11.0), choice(LIMIT, 10.2)
+    found = {100: fast, 160: slow, 50: served, 25: fast}
+    searches = Searches(lambda left: (found[left],))
+    assert fit(searches, 100) == Fitting((known(served),), 50 * MIB)
+    assert searches.left == [100, 160, 50, 25]
 
 
 def test_at_least_a_64th_more_is_left_at_a_time() -> None:
@@ -129,7 +138,7 @@ def test_where_no_plan_is_served_the_last_one_that_fits_runs() -> None:
 
     searches = Searches(found)
     fitting = fit(searches, 100)
-    assert searches.left == [100, 200]
+    assert searches.left == [100, 200, 50, 25]
     assert (fitting.choices[0].prediction.step_ms, fitting.fragment_bytes) == (110.0, 100 * MIB)
     with pytest.raises(DoesNotFitError):
         fit(searches, 160)
@@ -139,6 +148,13 @@ def test_a_plan_runs_whose_blocks_fit_by_the_way_they_lie() -> None:
     lucky = choice(LUCKY, 10.0)
     assert fit(Searches(lambda left: (lucky,)), 100).choices == (replace(lucky, reserved_bytes=LIMIT),)
     assert not serves(lucky, 0.9)
+
+
+def test_a_plan_whose_blocks_fit_by_luck_does_not_run_for_one_that_is_served_surely() -> None:
+    sure, lucky = choice(LIMIT - 70 * MIB, 10.0), choice(LUCKY, 9.0)
+    searches = Searches(lambda left: (sure,) if left == 100 else (lucky,))
+    assert fit(searches, 100) == Fitting((known(sure),), 100 * MIB)
+    assert searches.left == [100, 30]
 
 
 def test_where_much_is_left_a_quarter_less_is_tried() -> None:
