@@ -32,6 +32,8 @@ def _patched_engines(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
     patches.check_every_step(monkeypatch.setattr)
     if request.node.get_closest_marker("real_collections") is None:
         patches.leave_collections(monkeypatch.setattr)
+    if request.node.get_closest_marker("real_rates") is None:
+        patches.fix_rates(monkeypatch.setattr)
     if request.node.get_closest_marker("fixed_times") is not None:
         patches.fix_times(monkeypatch.setattr)
 

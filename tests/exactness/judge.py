@@ -143,7 +143,7 @@ def serve() -> None:
     cases = load_cases()
     patches.check_every_step()
     patches.leave_collections()
-    patches.fix_rates()  # each case has a process of its own
+    patches.fix_rates()
     import_what_is_imported_late()
     torch.set_num_threads(1)
     gc.collect()
