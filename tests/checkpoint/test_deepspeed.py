@@ -197,10 +197,11 @@ def test_torn_and_foreign_checkpoints_of_deepspeed_are_refused(saved: Case, tmp_
             engine.save_checkpoint(tmp_path, tag="global_step3")
 
 
-def test_parameters_that_were_stepped_less_often_are_named(
-    saved: Case, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    snapshot = read_any(saved.folder / "zero2" / "global_step3")
+def test_parameters_that_were_stepped_less_often_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with engine_of() as engine:
+        side.train(engine, 0, 3)
+        engine.save_checkpoint(tmp_path)
+    snapshot = read_any(tmp_path / "global_step3")
     assert snapshot.optimizer is not None
     snapshot.optimizer.states["norm.weight"]["step"] = 2.0
     write_universal(snapshot, tmp_path, "a")

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import harmony_ds
+from harmony_ds import ConfigError
 from harmony_ds.checkpoint import Layout
 from harmony_ds.cli.answer import _rate
 from harmony_ds.cli.command_line import COMMANDS, parse
@@ -88,10 +89,13 @@ def test_no_garbage_is_looked_for_while_a_command_is_imported_and_when_its_proce
 
 def test_estimate_keeps_its_garbage_meanwhile(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     enabled = []
-    monkeypatch.setattr(
-        "harmony_ds.cli.estimate.load_subject", lambda *given: enabled.append(gc.isenabled()) or load_subject(*given)
-    )
-    assert not run("estimate", tiny, "--machine", "h100", "--no-advice").exit_code
+
+    def load(*_: object) -> None:
+        enabled.append(gc.isenabled())
+        raise ConfigError("that is all")
+
+    monkeypatch.setattr("harmony_ds.cli.estimate.load_subject", load)
+    assert run("estimate", tiny, "--machine", "h100", "--no-advice").exit_code == 1
     assert enabled == [False] and gc.isenabled()
 
 

@@ -25,13 +25,13 @@ pytestmark = [
 def test_chunks_are_read_copied_and_used_in_order(
     devices: int, seed: int | None, clip: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_weights, "CHUNK_BYTES", 1024)  # many for a pack
+    monkeypatch.setattr(disk_weights, "CHUNK_BYTES", 4096)  # several for a pack
     results = []
     for where in (on(tmp_path, WEIGHTS), {}):
         model = LLAMA.build(0.1)
         config = config_of(3, clip, {"pack_layers": 1, "stash": "host"}, **where)
         with late_engine(model, config, seed, device=late_devices(devices, seed)) as engine:
-            losses = loop(engine, groups_of(LLAMA, 3, 3))
+            losses = loop(engine, groups_of(LLAMA, 2, 3))
             losses.append([engine.eval_batch(iter(groups_of(LLAMA, 1, 3)[0])).item()])
             results.append((losses, weights_of(model)))
     assert results[0][0] == results[1][0]
