@@ -1,9 +1,9 @@
-"""Imports of the tests' processes, done before they begin."""
+"""Imports of the tests' processes, done before they begin: each of them would take two seconds for the last ones."""
 
-import torch._dynamo
-import torch.distributed.fsdp  # noqa: F401
+import pytest  # noqa: F401
+import transformers.models.llama.modeling_llama  # noqa: F401
 
 import harmony_ds.engine  # noqa: F401
-import tests.families
+import tests.distributed.training
 import tests.oracle
 import tests.patches  # noqa: F401
