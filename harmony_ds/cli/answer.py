@@ -14,12 +14,11 @@ from harmony_ds.config import Config, load_config
 from harmony_ds.config.check import MICRO_BATCH, STEPS
 from harmony_ds.config.read import with_values
 from harmony_ds.errors import ConfigError, DoesNotFitError
-from harmony_ds.estimate.forecast import Forecast, changes, forecast, joining
+from harmony_ds.estimate.forecast import Forecast, changes, forecast, forecast_under, joining
 from harmony_ds.estimate.survey import Survey, smallest_peak_bytes
 from harmony_ds.estimate.text import wrapped
 from harmony_ds.scheduler.grid import amount, counted
 from harmony_ds.scheduler.joining import Advice
-from harmony_ds.scheduler.search import Fastest
 from harmony_ds.scheduler.sizes import Sizes
 from harmony_ds.scheduler.swaps import lower_bound_bytes
 from harmony_ds.scheduler.tiles import Tiles
@@ -211,9 +210,8 @@ def _ways_to_less_on_host(now: Forecast) -> Iterator[str]:
     """
     missing_bytes = now.host_missing_bytes
     saved_bytes: dict[str, int] = {}  # by setting
-    known: Fastest = {}  # several settings change nothing but what is on the host
     for values, remark in _settings_with_less_on_host(now):
-        total_bytes = _host_bytes_with(now, values, known)
+        total_bytes = _host_bytes_with(now, values)
         if total_bytes is not None:
             setting = json.dumps(with_values({}, values))[1:-1] + remark  # as in a ds_config, without its braces
             saved_bytes[setting] = now.host_total_bytes - total_bytes
@@ -237,7 +235,7 @@ def _settings_with_less_on_host(now: Forecast) -> Iterator[tuple[Mapping[str, ob
     yield {STEPS: config.gradient_accumulation_steps // 2}, ""
 
 
-def _host_bytes_with(now: Forecast, values: Mapping[str, object], known: Fastest) -> int | None:
+def _host_bytes_with(now: Forecast, values: Mapping[str, object]) -> int | None:
     """Return the host bytes of training with `values` in the ds_config; None: they contradict it, or no plan fits."""
     config = now.survey.config
     sizes = {
@@ -246,7 +244,7 @@ def _host_bytes_with(now: Forecast, values: Mapping[str, object], known: Fastest
     }  # options may have changed them
     try:
         changed = load_config(config.raw, instead={**sizes, **values})
-        return forecast(now.survey.under(changed), now.host_budget_bytes, known).host_total_bytes
+        return forecast_under(now, changed).host_total_bytes
     except (ConfigError, DoesNotFitError):
         return None
 

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
+from harmony_ds.config import Config
 from harmony_ds.errors import DoesNotFitError
 from harmony_ds.estimate.survey import MOST_LISTED, Survey, frugal_policy, update_cost
 from harmony_ds.offload.disk_weights import HOST_BYTES
@@ -20,9 +21,11 @@ from harmony_ds.scheduler.costs import CostTable
 from harmony_ds.scheduler.estimator import CandidateEstimator
 from harmony_ds.scheduler.host_room import cast_bytes, waiting_of
 from harmony_ds.scheduler.joining import Advice, JoinedCosts, advise
+from harmony_ds.scheduler.neighbours import Point
+from harmony_ds.scheduler.packing import Packer
 from harmony_ds.scheduler.plan import Plan
 from harmony_ds.scheduler.profile import Machine
-from harmony_ds.scheduler.search import Choice, Fastest, search
+from harmony_ds.scheduler.search import Choice, search
 from harmony_ds.scheduler.simulate import Prediction, simulate
 from harmony_ds.scheduler.swaps import zero3_offload_bytes
 
@@ -107,23 +110,17 @@ _CHOICES = 10
 """Plans among which the fastest is found, or that which the allocator can serve."""
 
 
-def forecast(survey: Survey, host_budget_bytes: int | None = None, known: Fastest | None = None) -> Forecast:
+def forecast(survey: Survey, host_budget_bytes: int | None = None) -> Forecast:
     """Return the forecast of the fastest plan that host memory holds; if it holds none, of the fastest plan of all.
-
-    Args:
-        known: of `search`, for forecasts of this model on this machine.
 
     Raises:
         DoesNotFitError: no plan fits the device.
     """
-    request = replace(survey.request, most_listed=MOST_LISTED)
-    if host_budget_bytes is not None:
-        left = max(0, host_budget_bytes - sum(_state_bytes(survey).values()))
-        request = replace(request, host_bytes=left // request.policy.devices)
+    request = _request_with_host(survey, host_budget_bytes)
     among = _CHOICES if request.thorough else 1
 
     def search_with(less: PlanRequest, top: int = 1) -> tuple[Choice, ...]:
-        return search(survey.graph, survey.costs, survey.profile.machine, survey.element, less, top, among, known)
+        return search(survey.graph, survey.costs, survey.profile.machine, survey.element, less, top, among)
 
     if survey.fragment_bytes:
         with suppress(DoesNotFitError):
@@ -134,6 +131,50 @@ def forecast(survey: Survey, host_budget_bytes: int | None = None, known: Fastes
         request = leaving(request, -survey.fragment_bytes)
         survey = replace(survey, request=leaving(survey.request, -survey.fragment_bytes), fragment_bytes=0)
     return Forecast(survey, search_with(request)[0], host_budget_bytes)
+
+
+def forecast_under(now: Forecast, config: Config) -> Forecast:
+    """Return the forecast under a ds_config with other gradients, stash, optimizer state, or micro-batches in a step.
+
+    Where `config` changes nothing that a search asks for but the bytes of gradients, the plan stays that of `now`, if host
+    and device have room for it; else a quick search finds one.
+
+    Args:
+        config: as `Survey.under` takes it.
+
+    Raises:
+        DoesNotFitError: no plan fits the device.
+    """
+    survey = now.survey.under(config)
+    kept = _with_plan_of(now, survey)
+    if kept is None:
+        return forecast(survey, now.host_budget_bytes)
+    request, machine = _request_with_host(survey, now.host_budget_bytes), survey.profile.machine
+    (choice,) = search(survey.graph, survey.costs, machine, survey.element, request, fastest=(kept,))
+    return Forecast(survey, choice, now.host_budget_bytes)
+
+
+def _with_plan_of(now: Forecast, survey: Survey) -> Choice | None:
+    """Return the plan of `now` for the same request; None: that of `survey` is another one, or the plan does not fit."""
+    if replace(survey.request, thorough=now.survey.request.thorough) != now.survey.request:
+        return None
+    request, policy = replace(survey.request, most_listed=MOST_LISTED), now.plan.policy
+    cuts = Point.from_policy(now.plan.packing, policy)
+    packing = Packer(survey.graph, survey.costs, survey.element, policy).packing(cuts.backward, cuts.forward)
+    planned = CandidateEstimator(survey.costs, request).plan(packing, policy)
+    if request.budget_bytes is not None and planned.plan.peak_bytes > request.budget_bytes:
+        return None
+    prediction = simulate(planned.plan, survey.costs, survey.profile.machine, planned.counts)
+    return Choice(planned.plan, prediction, now.choice.reason, counts=planned.counts)
+
+
+def _request_with_host(survey: Survey, host_budget_bytes: int | None) -> PlanRequest:
+    """Return the request for a plan, of which many micro-batches are not listed, with the host memory that waiting has."""
+    request = replace(survey.request, most_listed=MOST_LISTED)
+    if host_budget_bytes is None:
+        return request
+    left = max(0, host_budget_bytes - sum(_state_bytes(survey).values()))
+    return replace(request, host_bytes=left // request.policy.devices)
 
 
 def _beside_fragments(

@@ -111,10 +111,6 @@ class Choice:
     counts: tuple[int, ...] = ()
 
 
-Fastest = dict[tuple[ElementBytes, PlanRequest, int, int], tuple[Choice, ...]]
-"""The fastest plans of a model on a machine, whatever host memory there is, by all that they depend on."""
-
-
 def search(
     graph: LayerGraph,
     costs: CostTable,
@@ -123,7 +119,7 @@ def search(
     request: PlanRequest,
     top: int = 1,
     among: int = 1,
-    known: Fastest | None = None,
+    fastest: tuple[Choice, ...] = (),
 ) -> tuple[Choice, ...]:
     """Return the `top` fastest plans that fit, best first.
 
@@ -131,7 +127,7 @@ def search(
 
     Args:
         among: how many of those that are estimated to be the fastest are simulated in full to find them; at least `top`.
-        known: what earlier searches have found for this graph, these costs and this machine; what this one finds is added.
+        fastest: the fastest plans whatever host memory there is, where they are known; empty: they are searched for.
 
     Raises:
         ConfigError: there are more devices than packs.
@@ -143,12 +139,10 @@ def search(
             f"harmony.devices asks for {devices} devices, and the model's {len(costs.calls)} layer calls make {packs} "
             "packs at most, each of which runs on one device: lower harmony.devices, or harmony.pack_layers."
         )
-    unbounded = replace(request, host_bytes=None)
     among = max(top, among)
-    known, key = {} if known is None else known, (element, unbounded, top, among)
-    if key not in known:
-        known[key] = _search_all_ways(graph, costs, machine, element, unbounded, top, among)
-    fastest = known[key]
+    if not fastest:
+        unbounded = replace(request, host_bytes=None)
+        fastest = _search_all_ways(graph, costs, machine, element, unbounded, top, among)
     if request.host_bytes is None or waiting_of(fastest[0].plan, costs).total_bytes <= request.host_bytes:
         return fastest
     return _search_all_ways(graph, costs, machine, element, request, top, among) or fastest
