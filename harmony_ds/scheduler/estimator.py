@@ -112,6 +112,18 @@ class CandidateEstimator:
             busy[pack.device] += pack.update_elements / machine.device_update_elements_per_ms * pack.is_updated
         return max(busy.values())
 
+    def between_steps_ms(self, packing: Packing, policy: Policy, machine: Machine) -> float:
+        """Return a time that no step of these packs computes in: the gradients that leave last are those of the first pack,
+        whose update and swap-in the next step waits for.
+        """
+        first, needed = packing.packs[packing.backward[0]], packing.packs[(*packing.forward, *packing.backward)[0]]
+        if not {first.index, needed.index}.isdisjoint(policy.resident):
+            return 0.0
+        update_ms = 0.0
+        if first.needs_backward:
+            update_ms = machine.swap_out_ms(first.swap_out_bytes()) + machine.host_update_ms(first.update_elements)
+        return update_ms + needed.swap_in_bytes(policy.swaps_in_shares) / machine.swap_in_bytes_per_ms
+
     def _runs_ms(self, packing: Packing, policy: Policy) -> defaultdict[int, float]:
         """Return by device how long running all micro-batches through its packs takes."""
         counts = dict(enumerate(policy.graphs))

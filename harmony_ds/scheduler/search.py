@@ -278,12 +278,16 @@ class _Search:
 
     @property
     def might_gain_by_moving_crossing(self) -> bool:
-        """Whether nothing fits, or the best has all of its stash on the host and takes longer than computing does."""
+        """Whether nothing fits, or the best has all of its stash on the host and takes longer than the device computes and
+        waits between two steps.
+        """
         if not self.found:
             return True
         best = self.found[0]
         all_stash_goes = 0 < len(best.packing.forward) <= best.policy.stash_on_host
-        return all_stash_goes and best.ms > _NEAR * self._estimator.least_step_ms(best.packing, best.policy)
+        busy_ms = self._estimator.least_step_ms(best.packing, best.policy)
+        busy_ms += self._estimator.between_steps_ms(best.packing, best.policy, self._machine)
+        return all_stash_goes and best.ms > _NEAR * busy_ms
 
     # ---- propose ways to cut, and uses of memory for each
 
