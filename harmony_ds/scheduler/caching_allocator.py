@@ -50,6 +50,8 @@ _ROUND_LARGE_BYTES = 2 * _MIB
 _FIRST_ADDRESS = 2**40
 
 StreamKey = Hashable
+Places = list[tuple[int, int]]
+"""The bytes and the address of each of several blocks."""
 
 
 def rounded_bytes(nbytes: int) -> int:
@@ -319,6 +321,11 @@ class CachingAllocator:
         self._events: defaultdict[StreamKey, deque[tuple[int, Block]]] = defaultdict(deque)
         self._requests = 0
         self._next_address = _FIRST_ADDRESS
+
+    @property
+    def free_places(self) -> Places:
+        """The free blocks that have memory, pool by pool; those without are what is left of the addresses."""
+        return [(block.nbytes, block.start) for pool in self._pools.values() for block in pool.free_blocks]
 
     # ---- what a program calls
 

@@ -31,6 +31,7 @@ from harmony_ds.scheduler.caching_allocator import (
     AllocatorStats,
     Block,
     CachingAllocator,
+    Places,
     SimulatedOutOfMemoryError,
 )
 from harmony_ds.scheduler.costs import CostTable
@@ -103,6 +104,14 @@ class Replay:
             rest -= pack.resident_bytes
         if rest > 0:
             self._malloc(rest)
+
+    @property
+    def held_places(self) -> Places:
+        """What is allocated, beside what stays from step to step."""
+        sums = [block for calls in self._sums.values() for blocks in calls.values() for block in blocks]
+        lanes = [block for lane in self._lanes.values() for block in (*lane.blocks.values(), *lane.gradients)]
+        held = (*self._weights.values(), *sums, *lanes, *self._leaving, *self._leaving_crossing)
+        return [(block.nbytes, block.start) for block in held]
 
     def step(self) -> None:
         """Run all tasks of the plan once."""
@@ -357,7 +366,11 @@ def _last_step(
     """Return what the allocator has counted in the last of so many steps of `plan`."""
     replayed = Replay(plan, costs, allocator, smallest_ratio)
     replayed.load_resident()
+    places: tuple[Places, Places] | None = None
     for _ in range(steps):
         allocator.stats.reset()
         replayed.step()
+        before, places = places, (allocator.free_places, replayed.held_places)
+        if places == before and smallest_ratio == 1.0:  # it ends as it began, and so does every step after it
+            break
     return allocator.stats

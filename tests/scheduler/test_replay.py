@@ -217,7 +217,19 @@ def test_inputs_take_nothing_of_the_pool_that_is_computed_with() -> None:
     assert requests["B0.0"] == [16, 8, -8, -4, 4, 2, -16, 3, -2, -4]
 
 
-@pytest.mark.parametrize(("smallest_ratio", "steps"), [(1.0, 3), (0.5, 20)])
+@pytest.mark.parametrize("policy", [ON_DEVICE, Policy(prefetch=True, stash_on_host=ALL_PACKS, deferred_update=True)])
+def test_what_is_reserved_is_that_of_a_third_step(policy: Policy) -> None:
+    allocator = CachingAllocator(expandable=True)
+    replayed = Replay(plan_of(policy), COSTS, allocator)
+    replayed.load_resident()
+    for _ in range(3):
+        allocator.stats.reset()
+        replayed.step()
+    assert reserved_bytes(plan_of(policy), COSTS) == allocator.stats.reserved_peak_bytes
+
+
+# Of one size, the second step ends as it began: with every block where it was.
+@pytest.mark.parametrize(("smallest_ratio", "steps"), [(1.0, 2), (0.5, 20)])
 def test_micro_batches_of_several_sizes_are_replayed_for_more_steps(
     smallest_ratio: float, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
