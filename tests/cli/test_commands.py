@@ -525,6 +525,7 @@ def test_the_ds_config_is_read_as_the_engine_reads_it(tiny: str, on_cpu: str) ->
 # ---- profile and plan
 
 
+@pytest.mark.real_rates
 def test_a_profile_is_saved_and_planned_with(tiny: str, on_cpu: str, tmp_path: Path) -> None:
     file = tmp_path / "profile.json"
     saved = run("profile", tiny, "--ds-config", on_cpu, "--output", str(file))
