@@ -56,6 +56,8 @@ TOKENS, IN_LAYERS = "tokens", ", inside layers "
 
 _ATTEMPTS = 16
 _MOST_COUNTED = 8
+_REQUESTED = re.compile(r"(\d[\d.,]*) ([KMG]iB|bytes)")
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 class Profiler:
@@ -332,11 +334,11 @@ def _explanation(device: Device, before: int, error: torch.OutOfMemoryError) -> 
     budget, reserve, peak = device.budget_bytes, device.reserve_bytes(), device.peak_bytes()
     limit = "there is no budget" if budget is None else f"the budget is {budget:,} bytes"
     limit += f", of which libraries' workspaces and the allocator's segments take {reserve:,}" if reserve else ""
-    raise_to = f" to well above {gib_number(reserve + peak)} (GiB)"
-    requested = re.search(r"[\d.,]+ ([KMG]iB|bytes)", str(error))  # the first number of torch's message
+    requested = _REQUESTED.search(str(error))  # the first number of torch's message
+    more = 0.0 if requested is None else float(requested[1].replace(",", "")) * _UNITS[requested[2]]
     return (
         f"one layer with one micro-batch, which measuring holds, does not fit: {limit}. Up to {peak:,} bytes were "
-        f"allocated ({before:,} before), and {requested[0] if requested else 'some'} more did not fit. Ways out: "
-        f"(1) raise harmony.device_memory_gib{raise_to}; (2) lower train_micro_batch_size_per_gpu; (3) name smaller layers "
-        "in harmony.layers."
+        f"allocated ({before:,} before), and {requested[0] if requested else 'some'} more did not fit. Ways out: (1) raise "
+        f"harmony.device_memory_gib to well above {gib_number(reserve + peak + int(more))} (GiB); (2) lower "
+        "train_micro_batch_size_per_gpu; (3) name smaller layers in harmony.layers."
     )
