@@ -87,11 +87,17 @@ class HostOptimizer:
         return not _is_elementwise(self.optimizer) or any(hooks)
 
     def step_whole(
-        self, gradients: Mapping[str, Tensor], note_update: Callable[[], None], sync_weights: Callable[[], None]
+        self,
+        gradients: Mapping[str, Tensor],
+        coefficient: Tensor | None,
+        note_update: Callable[[], None],
+        sync_weights: Callable[[], None],
     ) -> None:
         """Call the optimizer's own `step`, hooks included, with `gradients`.
 
         Args:
+            gradients: copies, which may be changed.
+            coefficient: factor of every gradient, in the masters' dtype: 16-bit sums would round it; None: 1.
             note_update: called before the optimizer's arithmetic: as the last of its pre hooks, since the user's may raise
                 errors before anything is updated; before `step`, if that is not torch's way to call hooks.
             sync_weights: copies masters to weights. It is called right after the optimizer's arithmetic, as the first of
@@ -111,8 +117,9 @@ class HostOptimizer:
         after = self.optimizer.register_step_post_hook(sync_once)
         self.optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # type: ignore[attr-defined]
         with bypass_hooks():
-            for name, gradient in gradients.items():
-                self._masters[name].grad = gradient.to(self._masters[name].dtype)
+            for name, total in gradients.items():
+                gradient = total.to(self._masters[name].dtype)
+                self._masters[name].grad = gradient if coefficient is None else gradient.mul_(coefficient)
         try:
             type(self.optimizer).step(self.optimizer)
         finally:

@@ -155,19 +155,23 @@ class HostOptimizerChain(HostOptimizer):
         return chain.around is not None or any(hooks) or any(part.steps_whole for part in self._parts)
 
     def step_whole(
-        self, gradients: Mapping[str, Tensor], note_update: Callable[[], None], sync_weights: Callable[[], None]
+        self,
+        gradients: Mapping[str, Tensor],
+        coefficient: Tensor | None,
+        note_update: Callable[[], None],
+        sync_weights: Callable[[], None],
     ) -> None:
         """Call the step of every optimizer, or of the object around them, with `gradients`; see `HostOptimizer`."""
         chain = self.optimizer
         if chain.around is not None:
             with _with_own_steps(chain.parts):
-                super().step_whole(gradients, note_update, sync_weights)
+                super().step_whole(gradients, coefficient, note_update, sync_weights)
             return
         for hook in list(chain._optimizer_step_pre_hooks.values()):
             hook(chain, (), {})
         for part in self._parts:
             part_gradients = {name: gradient for name, gradient in gradients.items() if part.trains(name)}
-            part.step_whole(part_gradients, note_update, sync_weights)
+            part.step_whole(part_gradients, coefficient, note_update, sync_weights)
         for hook in list(chain._optimizer_step_post_hooks.values()):
             hook(chain, (), {})
 

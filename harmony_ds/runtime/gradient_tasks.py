@@ -114,14 +114,12 @@ class GradientTasks:
         gradients = updater.pop_gradients(names)
         if norm.overflow:
             return
-        if norm.coefficient is not None:
-            for gradient in gradients.values():
-                gradient.mul_(norm.coefficient)
 
         def note_update() -> None:
             outcome.updates_issued = 1  # if it fails from here on, some weights may have been changed
 
-        optimizer.step_whole(gradients, note_update, partial(self._runtime.copy_masters_to_weights, gradients))
+        sync_weights = partial(self._runtime.copy_masters_to_weights, gradients)
+        optimizer.step_whole(gradients, norm.coefficient, note_update, sync_weights)
 
     def update_from_user_gradients(self, hyper: Hyper, norm_options: NormOptions | None) -> None:
         """Update from what the user's own backward passes left on `.grad` of host parameters, and nothing else."""

@@ -123,6 +123,23 @@ def test_gradients_accumulated_in_a_third_dtype(
     assert_same(model, plain, bitwise=True)
 
 
+def test_sums_in_bf16_are_clipped_in_the_masters_dtype_for_an_optimizer_with_hooks() -> None:
+    """Such an optimizer is stepped as a whole. The product of a sum and the factor of clipping is not rounded to bf16."""
+
+    def with_a_hook(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(parameters, lr=1.0)
+        optimizer.register_step_pre_hook(lambda *_: None)
+        return optimizer
+
+    groups, sums, clip = groups_of(LLAMA, 1, 2), torch.bfloat16, 0.3
+    plain, model = LLAMA.build(0.0), LLAMA.build(0.0)
+    train_plainly_half(plain, groups, with_a_hook, clip=clip, seed_of=seed_of, dtype=torch.float32, accumulate=sums)
+    config = config_of(2, clip, {"pack_layers": 2}, data_types={"grad_accum_dtype": "bf16"})
+    with engine_for(model, with_a_hook, config) as engine:
+        train_groups(engine, groups)
+    assert_same(model, plain, bitwise=False)
+
+
 class WithBuffers(nn.Module):
     """A layer with a buffer that it multiplies with, one that it wants in fp32, and one of integers."""
 
