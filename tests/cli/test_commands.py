@@ -324,8 +324,8 @@ def test_the_sequence_is_the_models_longest(tiny: str) -> None:
 
 
 def test_a_model_too_large_for_the_device_exits_with_3_and_names_ways_out(tiny: str) -> None:
-    # A budget that holds some two thousand rows of 64 tokens, and not four thousand.
-    budget = ("--micro-batch", "4096", "--accumulation", "2", "--device-memory-gib", "0.5")
+    # A budget that holds some sixteen thousand rows of 64 tokens, and not four times as many.
+    budget = ("--micro-batch", "65536", "--accumulation", "2", "--device-memory-gib", "0.5")
     found = run("estimate", tiny, *budget)
 
     assert found.exit_code == 3
