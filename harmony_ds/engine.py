@@ -1039,5 +1039,7 @@ class HarmonyEngine(nn.Module):
 
 def _need_scalar(loss: object, message: str) -> None:
     """Raise UsageError unless `loss` is a tensor of one number."""
+    if loss is None:
+        raise UsageError("the loss is None. Models of transformers return a loss where the batch has labels.")
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise UsageError(message)

@@ -228,8 +228,11 @@ def _settings_with_less_on_host(now: Forecast) -> Iterator[tuple[Mapping[str, ob
     """Yield values of a ds_config that may need less host memory than `now`, by path, each with a remark."""
     config = now.survey.config
     for values, remark in _LESS_ON_HOST:
-        if "harmony.split_masters" not in values or now.plan.policy.servers == 1:
-            yield values, remark
+        if "harmony.split_masters" in values and now.plan.policy.servers > 1:
+            continue
+        if "harmony.stash" in values and not now.host_bytes["stash"]:
+            continue
+        yield values, remark
     stage = config.values["zero_optimization.stage"] or 1  # 16-bit optimizer state asks for a stage
     yield {**_BF16_STATE, "zero_optimization.stage": stage}, " (which rounds every update)"
     yield {STEPS: config.gradient_accumulation_steps // 2}, ""

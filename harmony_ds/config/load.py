@@ -304,6 +304,8 @@ def _batch_triple(model: Any, world_size: int) -> tuple[int, int, int]:
         DeepSpeedConfig._set_batch_related_parameters(sizes)
         DeepSpeedConfig._batch_assertion(sizes)
     except (AssertionError, ZeroDivisionError) as error:
-        numbers = ", ".join(f"{name} {number}" for name, number in vars(sizes).items() if number is not None)
-        raise ConfigError(f"{error}. Correct one of these, or leave one out: {numbers}.") from None
+        del sizes.world_size
+        given = [f"{name} {number}" for name, number in vars(sizes).items() if number is not None]
+        remedy = f"Correct one of these, or leave one out: {', '.join(given)}" if given else "Give one of them"
+        raise ConfigError(f"{error}. {remedy} (world_size {world_size}).") from None
     return sizes.train_micro_batch_size_per_gpu, sizes.gradient_accumulation_steps, sizes.train_batch_size

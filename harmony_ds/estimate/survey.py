@@ -293,13 +293,18 @@ def _meta_devices(config: Config, clock: RooflineClock, budget: int | None, opti
 
 
 def _config_on_meta(config: Config) -> Config:
-    """Return the ds_config for an engine on the meta device: with an optimizer, and without any file or disk."""
+    """Return the ds_config for an engine on the meta device: with an optimizer, without any file or disk, and with whole
+    masters, since split ones are made of values.
+    """
     optimizer, residency = config.optimizer or _ADAM, config.harmony.residency
     options = optimizer.params
     device_steps_alike = options.get("bias_correction") is not False or options.get("torch_adam")
-    if config.disk_folder is not None or not device_steps_alike:  # then packs are not updated on the device
+    masters_are_whole = config.disk_folder is None and not config.harmony.split_masters
+    if not (masters_are_whole and device_steps_alike):  # then packs are not updated on the device
         residency = "kept" if residency == "auto" else "off"
-    settings = replace(config.harmony, plan=None, profile=None, residency=residency, progress=False)
+    settings = replace(
+        config.harmony, plan=None, profile=None, residency=residency, progress=False, split_masters=False
+    )
     return replace(config, optimizer=optimizer, harmony=settings, disk_folder=None, weights_folder=None)
 
 

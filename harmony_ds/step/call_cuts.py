@@ -289,7 +289,7 @@ class CallCuts:
         self.set(least.cuts)
         if len(failures) == 1:
             return error
-        said = f"{error}\nThat is with {least.cuts}, the least of {len(failures)} ways to cut layer calls."
+        said = f"{error}\nThat is the least of {len(failures)} ways to cut layer calls: {least.cuts}."
         if len(needs) > 1:
             said += f" Others need up to {amount(max(needs))} ({gib_number(max(needs))} GiB)."
         if unmeasured := len(failures) - len(needs):

@@ -46,6 +46,7 @@ def tiny(tmp_path: Path) -> str:
 
 def written(folder: Path, **ds_config: Any) -> str:
     """Write a ds_config; return its file."""
+    folder.mkdir(exist_ok=True)
     file = folder / "ds_config.json"
     file.write_text(json.dumps(ds_config), encoding="utf-8")
     return str(file)
@@ -379,6 +380,19 @@ def test_a_stash_that_fits_the_device_is_a_way_out_of_too_little_host_memory(tin
         assert (data["host_bytes"]["stash"] > 0) == (stash == "host")
         told = any(one.startswith('"harmony": {"stash": "device"}') for one in data["lack"]["ways_out"])
         assert told == (stash == "host")
+
+
+def test_a_ds_config_with_split_masters_is_estimated(tiny: str, tmp_path: Path) -> None:
+    whole, split = (
+        run_json("estimate", tiny, "--no-advice", "--ds-config", file)
+        for file in (
+            written(tmp_path / name, train_micro_batch_size_per_gpu=1, bf16={"enabled": True}, harmony=harmony)
+            for name, harmony in (("whole", {"residency": "kept"}), ("split", {"split_masters": True}))
+        )
+    )
+
+    assert split["host_bytes"]["masters"] == whole["host_bytes"]["masters"] // 2
+    assert split["policy"]["resident"] == []  # as in training: split masters are not updated on the device
 
 
 @pytest.mark.parametrize(

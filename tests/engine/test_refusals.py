@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import harmony_ds
-from harmony_ds import BatchError, DoesNotFitError, HarmonyEngine, ModelError, UnsupportedError
+from harmony_ds import BatchError, DoesNotFitError, HarmonyEngine, ModelError, UnsupportedError, UsageError
 from harmony_ds.device import CpuDevice, DeviceGroup
 from tests.engine.drive import (
     adamw,
@@ -139,6 +139,13 @@ def test_a_budget_too_small_is_an_error_with_both_numbers_before_any_update() ->
     assert_same(model, before, bitwise=True)
 
 
+def test_a_model_that_is_given_no_labels_has_no_loss_to_propagate() -> None:
+    with engine_for(LLAMA.build(0.0), adamw, config_of(4)) as engine:
+        loss = engine(input_ids=GROUPS[0][0]["input_ids"]).loss
+        with pytest.raises(UsageError, match=r"the loss is None\. .* labels"):
+            engine.backward(loss)
+
+
 def test_what_does_not_fit_in_any_cut_says_the_least_budget_that_does_and_what_was_tried() -> None:
     def engine_with(budget_bytes: int) -> AbstractContextManager[HarmonyEngine]:
         device = Reserving(budget_bytes)
@@ -150,9 +157,7 @@ def test_what_does_not_fit_in_any_cut_says_the_least_budget_that_does_and_what_w
         assert not engine._state.planner.cuts.now.tiles.cut
     least, said = caught.value.least_budget_bytes, str(caught.value)
     assert least is not None and said.startswith(f"the smallest plan needs {least - 1040:,} bytes")
-    tried = re.search(
-        r"\nThat is with .+, the least of (\d+) ways to cut layer calls\. Others need up to [\d.]+ KiB", said
-    )
+    tried = re.search(r"\nThat is the least of (\d+) ways to cut layer calls: .+\. Others need up to [\d.]+ KiB", said)
     assert tried is not None and int(tried[1]) > 5
     with engine_with(least - 1) as engine, pytest.raises(DoesNotFitError, match=f"needs {least - 1040:,} bytes"):
         engine.train_batch(iter(GROUPS[0]))
