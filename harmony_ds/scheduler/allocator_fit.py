@@ -33,7 +33,8 @@ _LUCK = 512
 _MUCH = 16
 """Where more than this part of the budget is left, less is tried: a plan with more in use may be in fewer pieces."""
 _PARTS_OF_GUESS = (2, 4)
-"""Where the allocator cannot serve what is found with the guess left, these parts of the guess are left, too."""
+"""Where what the allocator can serve takes longer than what is found with the guess left, the middle between both is left,
+and then these parts of the guess."""
 _AS_FAST = 1.01
 """Of the plans that one search finds, those that take so many times the time of the fastest may be taken for it."""
 
@@ -99,14 +100,21 @@ def search_fitting(
     if is_served(first.choices[0], request):
         return _fastest_with_less_left(first, fit, request)
     found = _served_with_more_left(first, fit, request)
-    as_fast_ms = _AS_FAST * first.choices[0].prediction.step_ms
-    if is_served(found.choices[0], request) and found.choices[0].prediction.step_ms <= as_fast_ms:
-        return found
-    for part in _PARTS_OF_GUESS:
-        other = fit(fragment_bytes // part, False)
+    others = [fragment_bytes // part for part in _PARTS_OF_GUESS]
+    if found is not first:
+        others.insert(0, (first.fragment_bytes + found.fragment_bytes) // 2)
+    for left_bytes in others:
+        if is_served(found.choices[0], request) and _is_as_fast(found, first):
+            break
+        other = fit(left_bytes, False)
         if is_served(other.choices[0], request) and _is_better(other, found, request):
             found = other
     return found
+
+
+def _is_as_fast(fitting: Fitting, other: Fitting) -> bool:
+    """Return whether a step of the first plan takes about as long as one of the other first plan, or less."""
+    return fitting.choices[0].prediction.step_ms <= _AS_FAST * other.choices[0].prediction.step_ms
 
 
 def _is_better(served: Fitting, other: Fitting, request: PlanRequest) -> bool:

@@ -100,16 +100,24 @@ def test_a_slower_plan_does_not_run_for_being_served() -> None:
     better = choice(LIMIT, 10.5)
     searches = Searches(lambda left: (fast, slow) if left < 160 else (better,))
     assert fit(searches, 100) == Fitting((known(better),), 160 * MIB)
-    assert searches.left == [100, 160, 50, 25]
+    assert searches.left == [100, 160, 130, 50, 25]
 
 
 def test_where_what_is_served_is_slower_less_is_left_too() -> None:
     """Plans that take as much may be in pieces of other sizes."""
     fast, slow, served = choice(LIMIT + 60 * MIB, 10.0), choice(LIMIT, 11.0), choice(LIMIT, 10.2)
-    found = {100: fast, 160: slow, 50: served, 25: fast}
+    found = {100: fast, 160: slow, 130: fast, 50: served, 25: fast}
     searches = Searches(lambda left: (found[left],))
     assert fit(searches, 100) == Fitting((known(served),), 50 * MIB)
-    assert searches.left == [100, 160, 50, 25]
+    assert searches.left == [100, 160, 130, 50, 25]
+
+
+def test_between_what_is_not_served_and_what_is_slower_a_plan_is_looked_for() -> None:
+    fast, slow, served = choice(LIMIT + 60 * MIB, 10.0), choice(LIMIT, 11.0), choice(LIMIT, 10.05)
+    found = {100: fast, 160: slow, 130: served}
+    searches = Searches(lambda left: (found[left],))
+    assert fit(searches, 100) == Fitting((known(served),), 130 * MIB)
+    assert searches.left == [100, 160, 130]  # it is as fast as the first
 
 
 def test_at_least_a_64th_more_is_left_at_a_time() -> None:
