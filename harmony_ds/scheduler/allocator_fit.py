@@ -50,9 +50,9 @@ class Fitting:
     fragment_bytes: int
 
 
-Fit = Callable[[int, bool], Fitting]
-"""Search with so many bytes of the budget left, and put a plan first that the allocator can serve, if one is as fast; with
-True, also one whose blocks fit by the way that they happen to lie."""
+Fit = Callable[[int], Fitting]
+"""Search with so many bytes of the budget left, and put a plan first that the allocator can serve in whichever way blocks
+lie, if one is as fast."""
 
 
 def leaving(request: PlanRequest, nbytes: int) -> PlanRequest:
@@ -79,8 +79,8 @@ def is_replayed(request: PlanRequest, costs: CostTable) -> bool:
 def search_fitting(
     search: SearchWith, request: PlanRequest, costs: CostTable, fragment_bytes: int, smallest_ratio: float = 1.0
 ) -> Fitting:
-    """Return the fastest plans that `search` finds of which the first needs no retry of the allocator; if there is none,
-    those that were found with the most room left.
+    """Return the fastest plans that `search` finds of which the first needs no retry of the allocator; if there is none, those
+    whose blocks fit by the way that they happen to lie, or else those that were found with the most room left.
 
     Args:
         request: for all of the budget.
@@ -91,12 +91,11 @@ def search_fitting(
         DoesNotFitError: the first search finds nothing.
     """
 
-    def fit(left_bytes: int, by_luck: bool) -> Fitting:
-        found = _fastest_replayed(search(leaving(request, left_bytes)), request, costs, smallest_ratio, by_luck)
-        place = next((place for place, choice in enumerate(found) if is_served(choice, request)), 0)
-        return Fitting((found[place], *found[:place], *found[place + 1 :]), left_bytes)
+    def fit(left_bytes: int) -> Fitting:
+        found = search(leaving(request, left_bytes))
+        return _served_first(Fitting(found, left_bytes), request, costs, smallest_ratio, by_luck=False)
 
-    first = fit(fragment_bytes, True)
+    first = fit(fragment_bytes)
     if is_served(first.choices[0], request):
         return _fastest_with_less_left(first, fit, request)
     found = _served_with_more_left(first, fit, request)
@@ -106,9 +105,15 @@ def search_fitting(
     for left_bytes in others:
         if is_served(found.choices[0], request) and _is_as_fast(found, first):
             break
-        other = fit(left_bytes, False)
+        other = fit(left_bytes)
         if is_served(other.choices[0], request) and _is_better(other, found, request):
             found = other
+    if is_served(found.choices[0], request):
+        return found
+    for fitting in (first, found):
+        lucky = _served_first(fitting, request, costs, smallest_ratio, by_luck=True)
+        if is_served(lucky.choices[0], request):
+            return lucky
     return found
 
 
@@ -125,9 +130,7 @@ def _is_better(served: Fitting, other: Fitting, request: PlanRequest) -> bool:
 
 
 def _fastest_with_less_left(first: Fitting, fit: Fit, request: PlanRequest) -> Fitting:
-    """Return the fastest of `first` and what is found with less left, as long as the allocator can serve that, whichever
-    way blocks lie.
-    """
+    """Return the fastest of `first` and what is found with less left, as long as the allocator can serve that."""
     best = latest = first
     for _ in range(_SEARCHES - 1):
         assert request.budget_bytes is not None
@@ -136,7 +139,7 @@ def _fastest_with_less_left(first: Fitting, fit: Fit, request: PlanRequest) -> F
             spare_bytes = max(spare_bytes, latest.fragment_bytes // 4)
         if spare_bytes < request.budget_bytes // _GRAIN or not latest.fragment_bytes:
             break
-        latest = fit(max(0, latest.fragment_bytes - spare_bytes), False)
+        latest = fit(max(0, latest.fragment_bytes - spare_bytes))
         if not is_served(latest.choices[0], request):
             break
         if latest.choices[0].prediction.step_ms < best.choices[0].prediction.step_ms:
@@ -152,7 +155,7 @@ def _served_with_more_left(first: Fitting, fit: Fit, request: PlanRequest) -> Fi
         grain = request.budget_bytes // _GRAIN
         missing_bytes = -_spare_bytes(latest, request)
         try:
-            latest = fit(latest.fragment_bytes + min(max(grain, missing_bytes), _MOST_AT_ONCE * grain), True)
+            latest = fit(latest.fragment_bytes + min(max(grain, missing_bytes), _MOST_AT_ONCE * grain))
         except DoesNotFitError:
             break
         if is_served(latest.choices[0], request):
@@ -217,17 +220,19 @@ def _pool_bytes(request: PlanRequest, policy: Policy) -> int:
     return max(0, request.budget_bytes - exchange_bytes - SEGMENT_BYTES)
 
 
-def _fastest_replayed(
-    choices: tuple[Choice, ...], request: PlanRequest, costs: CostTable, smallest_ratio: float, by_luck: bool
-) -> tuple[Choice, ...]:
-    """Return the choices with what has to be reserved for those that are as fast as the best, up to the first one that the
-    allocator can serve.
+def _served_first(
+    fitting: Fitting, request: PlanRequest, costs: CostTable, smallest_ratio: float, by_luck: bool
+) -> Fitting:
+    """Return the fitting with a plan first that the allocator can serve, if one is about as fast as its first one.
+
+    What has to be reserved is then known of all plans that were replayed for that.
     """
     known: list[Choice] = []
-    for choice in choices:
-        if choice.prediction.step_ms > _AS_FAST * choices[0].prediction.step_ms:
+    for choice in fitting.choices:
+        if choice.prediction.step_ms > _AS_FAST * fitting.choices[0].prediction.step_ms:
             break
         known.append(replayed(choice, request, costs, smallest_ratio, by_luck))
         if is_served(known[-1], request):
+            known.insert(0, known.pop())
             break
-    return (*known, *choices[len(known) :])
+    return replace(fitting, choices=(*known, *fitting.choices[len(known) :]))
