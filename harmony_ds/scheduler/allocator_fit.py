@@ -79,8 +79,8 @@ def is_replayed(request: PlanRequest, costs: CostTable) -> bool:
 def search_fitting(
     search: SearchWith, request: PlanRequest, costs: CostTable, fragment_bytes: int, smallest_ratio: float = 1.0
 ) -> Fitting:
-    """Return the fastest plans that `search` finds of which the first needs no retry of the allocator; if there is none, those
-    whose blocks fit by the way that they happen to lie, or else those that were found with the most room left.
+    """Return the fastest plans that `search` finds of which the first needs no retry of the allocator; if there is none,
+    those whose blocks fit by the way that they happen to lie, or else those that were found with the most room left.
 
     Args:
         request: for all of the budget.
