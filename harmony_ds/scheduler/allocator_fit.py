@@ -33,8 +33,9 @@ _LUCK = 512
 _MUCH = 16
 """Where more than this part of the budget is left, less is tried: a plan with more in use may be in fewer pieces."""
 _PARTS_OF_GUESS = (2, 4)
-"""Where what the allocator can serve takes longer than what is found with the guess left, the middle between both is left,
-and then these parts of the guess."""
+"""Where what the allocator can serve takes longer than what is found with the guess left, these parts of it are tried."""
+_BISECTIONS = 2
+"""Before that, so often the middle between what was left for both is tried."""
 _AS_FAST = 1.01
 """Of the plans that one search finds, those that take so many times the time of the fastest may be taken for it."""
 
@@ -98,14 +99,11 @@ def search_fitting(
     first = fit(fragment_bytes)
     if is_served(first.choices[0], request):
         return _fastest_with_less_left(first, fit, request)
-    found = _served_with_more_left(first, fit, request)
-    others = [fragment_bytes // part for part in _PARTS_OF_GUESS]
-    if found is not first:
-        others.insert(0, (first.fragment_bytes + found.fragment_bytes) // 2)
-    for left_bytes in others:
+    found = _fastest_between(first, _served_with_more_left(first, fit, request), fit, request)
+    for part in _PARTS_OF_GUESS:
         if is_served(found.choices[0], request) and _is_as_fast(found, first):
             break
-        other = fit(left_bytes)
+        other = fit(fragment_bytes // part)
         if is_served(other.choices[0], request) and _is_better(other, found, request):
             found = other
     if is_served(found.choices[0], request):
@@ -115,6 +113,24 @@ def search_fitting(
         if is_served(lucky.choices[0], request):
             return lucky
     return found
+
+
+def _fastest_between(unserved: Fitting, served: Fitting, fit: Fit, request: PlanRequest) -> Fitting:
+    """Return the fastest plans that the allocator can serve with less left than for `served` and more than for `unserved`,
+    or `served` itself, if it is as fast or no plan was found that it can serve.
+    """
+    fastest, least_bytes = served, unserved.fragment_bytes
+    for _ in range(_BISECTIONS):
+        if not is_served(fastest.choices[0], request) or _is_as_fast(fastest, unserved):
+            break
+        middle = fit((least_bytes + fastest.fragment_bytes) // 2)
+        if not is_served(middle.choices[0], request):
+            least_bytes = middle.fragment_bytes
+        elif _is_better(middle, fastest, request):
+            fastest = middle
+        else:
+            break
+    return fastest
 
 
 def _is_as_fast(fitting: Fitting, other: Fitting) -> bool:
