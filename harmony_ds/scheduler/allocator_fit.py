@@ -34,7 +34,7 @@ _MUCH = 16
 """Where more than this part of the budget is left, less is tried: a plan with more in use may be in fewer pieces."""
 _PARTS_OF_GUESS = (2, 4)
 """Where what the allocator can serve takes longer than what is found with the guess left, these parts of it are tried."""
-_BISECTIONS = 2
+_BISECTIONS = 3
 """Before that, so often the middle between what was left for both is tried."""
 _AS_FAST = 1.01
 """Of the plans that one search finds, those that take so many times the time of the fastest may be taken for it."""
