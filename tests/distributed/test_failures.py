@@ -94,10 +94,13 @@ def test_an_exception_reaches_all_and_nothing_is_updated() -> None:
             assert again == ("", ""), "with clipping nobody had updated anything: all go on"
 
 
-def test_an_exception_after_first_updates_ends_all() -> None:
-    for rank, [(seen, _, again)] in enumerate(run(2, fails_in_a_layer, 0.0, ("backward",))):
-        assert seen[0] == ("RuntimeError" if rank == 1 else "PeerFailedError"), seen
-        assert again[0] in ("EngineFailedError", "PeerFailedError"), again
+def test_an_exception_without_clipping_ends_all_or_comes_before_the_first_update() -> None:
+    """Which of both depends on how far updates are, which run beside the backward pass: it is the same for all."""
+    found = [of_rank for [of_rank] in run(2, fails_in_a_layer, 0.0, ("backward",))]
+    for rank, (seen, same, again) in enumerate(found):
+        assert seen[0] == ("RuntimeError" if rank == 1 else "PeerFailedError"), found
+        assert again[0] in ("EngineFailedError", "PeerFailedError") or (same and again == ("", "")), found
+    assert len({again[0] == "" for _, _, again in found}) == 1, found
 
 
 class Records(logging.Handler):
