@@ -18,12 +18,12 @@ from harmony_ds.offload.disk_weights import HOST_BYTES
 from harmony_ds.scheduler.allocator_fit import SearchWith, beside_uploads, is_replayed, leaving, search_fitting
 from harmony_ds.scheduler.choose import PlanRequest
 from harmony_ds.scheduler.costs import CostTable
-from harmony_ds.scheduler.estimator import CandidateEstimator
+from harmony_ds.scheduler.estimator import CandidateEstimator, SampledPlan
 from harmony_ds.scheduler.host_room import cast_bytes, waiting_of
 from harmony_ds.scheduler.joining import Advice, JoinedCosts, advise
 from harmony_ds.scheduler.neighbours import Point
 from harmony_ds.scheduler.packing import Packer
-from harmony_ds.scheduler.plan import Plan
+from harmony_ds.scheduler.plan import Packing, Plan, Policy
 from harmony_ds.scheduler.profile import Machine
 from harmony_ds.scheduler.search import Choice, search
 from harmony_ds.scheduler.simulate import Prediction, simulate
@@ -161,11 +161,21 @@ def _with_plan_of(now: Forecast, survey: Survey) -> Choice | None:
     request, policy = replace(survey.request, most_listed=MOST_LISTED), now.plan.policy
     cuts = Point.from_policy(now.plan.packing, policy)
     packing = Packer(survey.graph, survey.costs, survey.element, policy).packing(cuts.backward, cuts.forward)
-    planned = CandidateEstimator(survey.costs, request).plan(packing, policy)
-    if request.budget_bytes is not None and planned.plan.peak_bytes > request.budget_bytes:
+    planned = _planned_within_budget(survey, request, packing, policy)
+    if planned is None:
         return None
     prediction = simulate(planned.plan, survey.costs, survey.profile.machine, planned.counts)
     return Choice(planned.plan, prediction, now.choice.reason, counts=planned.counts)
+
+
+def _planned_within_budget(
+    survey: Survey, request: PlanRequest, packing: Packing, policy: Policy
+) -> SampledPlan | None:
+    """Return the plan over given packs; None: it takes more device memory than there is."""
+    planned = CandidateEstimator(survey.costs, request).plan(packing, policy)
+    if request.budget_bytes is not None and planned.plan.peak_bytes > request.budget_bytes:
+        return None
+    return planned
 
 
 def _request_with_host(survey: Survey, host_budget_bytes: int | None) -> PlanRequest:
@@ -283,8 +293,8 @@ def _with_longer_step(now: Forecast) -> Iterator[tuple[str, float]]:
     request = replace(survey.request, micro_batches=2 * survey.request.micro_batches, most_listed=MOST_LISTED)
     frugal = frugal_policy(policy, request)
     for used in (policy, frugal, replace(frugal, prefetch=False)):
-        planned = CandidateEstimator(survey.costs, request).plan(now.plan.packing, used)
-        if request.budget_bytes is None or planned.plan.peak_bytes <= request.budget_bytes:
+        planned = _planned_within_budget(survey, request, now.plan.packing, used)
+        if planned is not None:
             step_ms = simulate(planned.plan, survey.costs, machine, planned.counts).step_ms
             rate = max(now.items_per_s, 2 * now.items_per_step / step_ms * 1e3)
             yield f"twice the micro-batches ({request.micro_batches * policy.joined_count})", rate

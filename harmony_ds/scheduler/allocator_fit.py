@@ -93,8 +93,8 @@ def search_fitting(
     """
 
     def fit(left_bytes: int) -> Fitting:
-        found = search(leaving(request, left_bytes))
-        return _served_first(Fitting(found, left_bytes), request, costs, smallest_ratio, by_luck=False)
+        found = Fitting(search(leaving(request, left_bytes)), left_bytes)
+        return _served_first(found, request, costs, smallest_ratio)
 
     first = fit(fragment_bytes)
     if is_served(first.choices[0], request):
@@ -106,13 +106,9 @@ def search_fitting(
         other = fit(fragment_bytes // part)
         if is_served(other.choices[0], request) and _is_better(other, found, request):
             found = other
-    if is_served(found.choices[0], request):
+    if is_served(found.choices[0], request) or smallest_ratio != 1.0:
         return found
-    for fitting in (first, found):
-        lucky = _served_first(fitting, request, costs, smallest_ratio, by_luck=True)
-        if is_served(lucky.choices[0], request):
-            return lucky
-    return found
+    return _lucky_first(first, request, costs) or _lucky_first(found, request, costs) or found
 
 
 def _fastest_between(unserved: Fitting, served: Fitting, fit: Fit, request: PlanRequest) -> Fitting:
@@ -186,18 +182,14 @@ def _spare_bytes(fitting: Fitting, request: PlanRequest) -> int:
     return _limit_bytes(request, choice.plan.policy) - choice.reserved_bytes
 
 
-def replayed(
-    choice: Choice, request: PlanRequest, costs: CostTable, smallest_ratio: float, by_luck: bool = True
-) -> Choice:
+def replayed(choice: Choice, request: PlanRequest, costs: CostTable, smallest_ratio: float) -> Choice:
     """Return the choice with what the allocator has to reserve for its plan; `request`: for all of the budget.
 
-    Where it would reserve more than there is, it may do with what there is (`by_luck`): it puts blocks elsewhere then. A
-    step does not quite allocate what was measured, so that its blocks may not fit where they did here.
+    Where it would reserve more than there is, it may do with what there is: it puts blocks elsewhere then.
     """
     needed_bytes = reserved_bytes(choice.plan, costs, smallest_ratio)
     limit_bytes = _limit_bytes(request, choice.plan.policy)
-    may_be_lucky = by_luck and smallest_ratio == 1.0
-    if needed_bytes > limit_bytes and may_be_lucky and _fits_by_luck(choice.plan, request, costs):
+    if needed_bytes > limit_bytes and smallest_ratio == 1.0 and _fits_by_luck(choice.plan, request, costs):
         needed_bytes = limit_bytes
     return replace(choice, reserved_bytes=needed_bytes)
 
@@ -236,10 +228,9 @@ def _pool_bytes(request: PlanRequest, policy: Policy) -> int:
     return max(0, request.budget_bytes - exchange_bytes - SEGMENT_BYTES)
 
 
-def _served_first(
-    fitting: Fitting, request: PlanRequest, costs: CostTable, smallest_ratio: float, by_luck: bool
-) -> Fitting:
-    """Return the fitting with a plan first that the allocator can serve, if one is about as fast as its first one.
+def _served_first(fitting: Fitting, request: PlanRequest, costs: CostTable, smallest_ratio: float) -> Fitting:
+    """Return the fitting with a plan first that the allocator can serve in whichever way blocks lie, if one is about as
+    fast as its first one.
 
     What has to be reserved is then known of all plans that were replayed for that.
     """
@@ -247,8 +238,21 @@ def _served_first(
     for choice in fitting.choices:
         if choice.prediction.step_ms > _AS_FAST * fitting.choices[0].prediction.step_ms:
             break
-        known.append(replayed(choice, request, costs, smallest_ratio, by_luck))
+        known.append(replace(choice, reserved_bytes=reserved_bytes(choice.plan, costs, smallest_ratio)))
         if is_served(known[-1], request):
             known.insert(0, known.pop())
             break
     return replace(fitting, choices=(*known, *fitting.choices[len(known) :]))
+
+
+def _lucky_first(fitting: Fitting, request: PlanRequest, costs: CostTable) -> Fitting | None:
+    """Return the fitting with one of its replayed plans first whose blocks fit by the way that they lie; None: none does.
+
+    A step does not quite allocate what was measured: blocks may not fit where they did in the replay.
+    """
+    choices = fitting.choices
+    for place, choice in enumerate(choices):
+        if choice.reserved_bytes is not None and _fits_by_luck(choice.plan, request, costs):
+            lucky = replace(choice, reserved_bytes=_limit_bytes(request, choice.plan.policy))
+            return replace(fitting, choices=(lucky, *choices[:place], *choices[place + 1 :]))
+    return None

@@ -149,15 +149,17 @@ def explain(plan: Plan, request: PlanRequest, graph: LayerGraph, costs: CostTabl
     most, operation = _largest_operation(graph, costs)
     rest = max(most, plan.peak_bytes - stays - min(2, len(packs)) * weights - gradients)
     pack_layers = request.settings.pack_layers or 1
+    other_layers = "name smaller layers in harmony.layers"
+    if plan.policy.slices_from_host:  # which make every layer small: code between layers is left, which nothing cuts
+        other_layers = (
+            "name a module in harmony.layers whose own code joins what layers inside it return, such as "
+            '"*.embeddings": it is one layer then, and cut'
+        )
     ways = (
         f"raise harmony.device_memory_gib to {gib_number(plan.peak_bytes + request.beside_bytes)} (GiB) or more",
         "lower train_micro_batch_size_per_gpu",
         f"lower harmony.pack_layers (now {pack_layers})" if pack_layers > 1 else "",
-        # Slices make every layer small: what is left is code between layers, which nothing cuts.
-        'name a module in harmony.layers whose own code joins what layers inside it return, such as "*.embeddings": it is '
-        "one layer then, and cut"
-        if plan.policy.slices_from_host
-        else "name smaller layers in harmony.layers",
+        other_layers,
         "lower harmony.residency" if plan.policy.resident else "",
     )
     return (
