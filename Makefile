@@ -69,7 +69,7 @@ docs: venv
 
 # One OpenMP thread and two processes, one core each: with more threads, spinning ones make small kernels many times
 # slower. The test device takes torch's one place for an accelerator: its tests run in a process of their own.
-# What tests compile is not make's: a ninja that finds make's jobs in the environment fails without their pipe.
+# What tests compile is not make's: a ninja that finds make's jobs in the environment complains that it cannot join them.
 PYTEST := env -u MAKEFLAGS $(BIN)/python -m pytest
 TEST_DEVICE := tests/simdevice
 

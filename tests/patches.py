@@ -2,7 +2,8 @@
 
 An engine of a test measures its layers as a user's does. Its plan follows the times, and differs from run to run; weights
 and losses do not. A test that looks at the plan itself, or at what follows from it (which packs are resident, what is
-swapped when), is marked `fixed_times`. The machine's rates are constants but in a test that is marked `real_rates`.
+swapped when), is marked `fixed_times`. The machine's rates are constants, but in a test that is marked `real_rates`, in
+what fixtures of a module make, and in programs that tests start.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from harmony_ds.assembly.assemble import assemble
 from harmony_ds.config import Config, Section, for_loaded_model, trained_dtypes
+from harmony_ds.config.harmony import ResidencyChoice
 from harmony_ds.config.optimizers import state_numbers
 from harmony_ds.decomposer.graph import LayerGraph
 from harmony_ds.device import Device, DeviceGroup
@@ -92,7 +93,7 @@ class Survey:
         request, residency = self.request, self.request.settings.residency
         request = replace(
             request,
-            settings=replace(request.settings, residency="kept" if residency == "auto" else "off"),
+            settings=replace(request.settings, residency=_without_updates_on_device(residency)),
             policy=replace(request.policy, devices=devices),
             exchange_bytes=buffer_bytes(request.budget_bytes),
         )
@@ -292,6 +293,11 @@ def _meta_devices(config: Config, clock: RooflineClock, budget: int | None, opti
     return made[0] if count == 1 else DeviceGroup(made)
 
 
+def _without_updates_on_device(residency: ResidencyChoice) -> ResidencyChoice:
+    """Return how packs may stay on the device where none is updated there, as the engine lets them."""
+    return "kept" if residency in ("auto", "kept") else "off"
+
+
 def _config_on_meta(config: Config) -> Config:
     """Return the ds_config for an engine on the meta device: with an optimizer, without any file or disk, and with whole
     masters, since split ones are made of values.
@@ -300,8 +306,8 @@ def _config_on_meta(config: Config) -> Config:
     options = optimizer.params
     device_steps_alike = options.get("bias_correction") is not False or options.get("torch_adam")
     masters_are_whole = config.disk_folder is None and not config.harmony.split_masters
-    if not (masters_are_whole and device_steps_alike):  # then packs are not updated on the device
-        residency = "kept" if residency == "auto" else "off"
+    if not (masters_are_whole and device_steps_alike):
+        residency = _without_updates_on_device(residency)
     settings = replace(
         config.harmony, plan=None, profile=None, residency=residency, progress=False, split_masters=False
     )

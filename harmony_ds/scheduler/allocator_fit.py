@@ -2,9 +2,12 @@
 
 What a plan has in use at once fits the budget; what the allocator has to reserve for it may not: some of its memory is in
 pieces that serve no request. A part of the budget is left to these. How much is first guessed, and then known for the plan
-that was found, whose allocations are replayed (`replay`): where the allocator would be short of room, the search goes on
-with more of it left, and where it has much more than it needs, with less. Plans that take as much may be in pieces of very
-different sizes, so that with less left another plan may be found that the allocator can serve.
+that was found, whose allocations are replayed (`replay`):
+
+    the allocator has much more than it needs    less is left, as long as it can serve what is found
+    it would be short of room                    more is left, until it can serve what is found; if that is slower, amounts
+                                                 between both, and then parts of the guess: plans that take as much may be
+                                                 in pieces of very different sizes
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from harmony_ds.scheduler.replay import reserved_bytes, retries
 from harmony_ds.scheduler.search import Choice
 
 _SEARCHES = 3
-"""At most so many searches."""
+"""At most so many searches with more left, or with less, the first one among them."""
 _GRAIN = 64
 """Part of the budget: the least by which what is left changes from one search to the next."""
 _MOST_AT_ONCE = 8
@@ -113,7 +116,7 @@ def search_fitting(
 
 def _fastest_between(unserved: Fitting, served: Fitting, fit: Fit, request: PlanRequest) -> Fitting:
     """Return the fastest plans that the allocator can serve with less left than for `served` and more than for `unserved`,
-    or `served` itself, if it is as fast or no plan was found that it can serve.
+    or `served` itself, if it is as fast, or if the allocator cannot serve that either.
     """
     fastest, least_bytes = served, unserved.fragment_bytes
     for _ in range(_BISECTIONS):

@@ -151,7 +151,12 @@ class PlanSearch:
             with suppress(DoesNotFitError):
                 return self._choose_beside_fragments(graph, costs, group_size, sizes, thorough, fragment_bytes)
         request = replace(self.request(graph, group_size, sizes), thorough=thorough)
-        choices = self._search(graph, costs, request)
+        machine = self._machine()
+
+        def find() -> tuple[Choice, ...]:
+            return self._search(graph, costs, machine, request)
+
+        choices = self._runtime.world.compute_on_first("plan", find)
         choices = self._check_allocator(choices, beside_uploads(request, costs), costs)
         if thorough and leaves_some:
             self._beside.leave_nothing_free()
@@ -170,36 +175,37 @@ class PlanSearch:
         beside = self._beside
         whole = replace(self.request(graph, group_size, sizes, beside.left_free_bytes), thorough=thorough)
         less = beside_uploads(whole, costs)
-        search_with = partial(self._search, graph, costs)
+        search_with = partial(self._search, graph, costs, self._machine())
+
+        def find() -> Fitting:
+            if is_replayed(less, costs):
+                most_bytes = max(fragment_bytes, beside.fragment_bytes)
+                return search_fitting(search_with, less, costs, most_bytes, self.smallest_ratio)
+            return Fitting(search_with(leaving(less, fragment_bytes)), fragment_bytes)
+
+        # Each process may have another budget: one decides for all how often is searched.
+        fitting = self._runtime.world.compute_on_first("plan", find)
         if not thorough:  # one of several that are compared
-            return search_with(leaving(less, fragment_bytes))
-        if is_replayed(less, costs):
-            fragment_bytes = max(fragment_bytes, beside.fragment_bytes)
-            fitting = search_fitting(search_with, less, costs, fragment_bytes, self.smallest_ratio)
-        else:
-            fitting = Fitting(search_with(leaving(less, fragment_bytes)), fragment_bytes)
+            return fitting.choices
         beside.fragment_bytes = fitting.fragment_bytes
         beside.upload_bytes = less.beside_bytes - whole.beside_bytes
         return self._check_allocator(fitting.choices, less, costs)
 
-    def _search(self, graph: LayerGraph, costs: CostTable, request: PlanRequest) -> tuple[Choice, ...]:
-        """Return the best plans for what is asked, see `choose`."""
-        machine = self._machine()
-
-        def found() -> tuple[Choice, ...]:
-            if self._saved is not None:
-                return (adopt(self._saved, graph, costs, machine, self._element, request),)
-            with self._progress.searching(len(costs.calls)), no_collections():
-                choices = search(graph, costs, machine, self._element, request, top=_TOP if request.thorough else 1)
-            if request.thorough and self._settings.parallel == "auto" and self._runtime.device.count > 1:
-                choices += tuple(self._of_replicas(graph, costs, machine, request))
-                _tell_of_replicas(choices)
-            if isinstance(self._settings.residency, int):
-                for reason in why_not_resident(choices[0].plan.packing, self._settings.residency):
-                    _logger.warning("%s", reason)
-            return choices
-
-        return self._runtime.world.compute_on_first("plan", found)
+    def _search(
+        self, graph: LayerGraph, costs: CostTable, machine: Machine, request: PlanRequest
+    ) -> tuple[Choice, ...]:
+        """Return the best plans for what is asked, see `choose`; called in the first process alone."""
+        if self._saved is not None:
+            return (adopt(self._saved, graph, costs, machine, self._element, request),)
+        with self._progress.searching(len(costs.calls)), no_collections():
+            choices = search(graph, costs, machine, self._element, request, top=_TOP if request.thorough else 1)
+        if request.thorough and self._settings.parallel == "auto" and self._runtime.device.count > 1:
+            choices += tuple(self._of_replicas(graph, costs, machine, request))
+            _tell_of_replicas(choices)
+        if isinstance(self._settings.residency, int):
+            for reason in why_not_resident(choices[0].plan.packing, self._settings.residency):
+                _logger.warning("%s", reason)
+        return choices
 
     def _of_replicas(
         self, graph: LayerGraph, costs: CostTable, machine: Machine, request: PlanRequest

@@ -226,11 +226,14 @@ def test_what_a_resident_parameter_takes_is_what_the_engine_would_keep(optimizer
         assert (spec.update_bytes == 0) == (optimizer != "Adagrad")
 
 
-@pytest.mark.parametrize(("more", "stays"), [({}, "kept"), ({"pack_layers": 2}, "off")])
+@pytest.mark.parametrize(
+    ("more", "stays"),
+    [({}, "kept"), ({"residency": "kept"}, "kept"), ({"residency": 2}, "off"), ({"pack_layers": 2}, "off")],
+)
 def test_packs_do_not_stay_where_the_engine_lets_none_stay(more: dict[str, Any], stays: str) -> None:
     model, inputs = llama("llama-2-7b", 1, 128)
     uncorrected = {"type": "AdamW", "params": {"bias_correction": False}}  # torch's Adam does not know that
-    optimizer = {"type": "AdamW", "params": {}} if more else uncorrected
+    optimizer = {"type": "AdamW", "params": {}} if "pack_layers" in more else uncorrected
     found = estimate(Subject(model, inputs), config_of(optimizer=optimizer, harmony=more), HARDWARE)
 
     assert found.request.settings.residency == stays

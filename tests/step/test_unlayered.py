@@ -101,7 +101,7 @@ def test_a_loss_that_was_read_trains_them_though_another_micro_batch_ran_again(
         if errors and task.kind is TaskKind.FUSED:
             raise errors.pop()
 
-    harmony = {"layers": ["a", "b", "c"], "device_memory_gib": 1.0}
+    harmony = {"layers": ["a", "b", "c"], "device_memory_gib": 1.0, "pack_layers": 3}
     if dtype:
         plain.bfloat16()
         inputs = [one.bfloat16() for one in inputs]
@@ -124,4 +124,5 @@ def test_a_loss_that_was_read_trains_them_though_another_micro_batch_ran_again(
                 parameter.grad = None
             else:
                 sums[name] = parameter.grad
-    assert_same(found, sums, bitwise=True)
+    # On the leaf, both uses of `scale` in a micro-batch are added to the sum of those before, one by one.
+    assert_same(found, sums, bitwise=dtype is not None)
