@@ -138,7 +138,9 @@ class PlanSearch:
     ) -> tuple[Choice, ...]:
         """Return the best plans, as the first process finds them. `thorough`: see `PlanRequest`.
 
-        They leave to the device's allocator what it is expected to need, if any plan fits beside that.
+        They leave to the device's allocator what it is expected to need, if any plan fits beside that. If one does, and the
+        allocator can serve none of those, it is not searched again with nothing left: such plans have more in use. Where
+        no other cuts of layer calls are tried any more, a plan runs that the allocator cannot serve, with a warning.
 
         Raises:
             DoesNotFitError: none fits, or (`ShortOfRoomError`) none that the allocator can serve, and other cuts are tried.
@@ -148,8 +150,9 @@ class PlanSearch:
             fragment_bytes = self._runtime.device.fragment_bytes(costs.working_bytes)
         leaves_some = self._saved is None and fragment_bytes + self._beside.left_free_bytes > 0
         if leaves_some:
-            with suppress(DoesNotFitError):
-                return self._choose_beside_fragments(graph, costs, group_size, sizes, thorough, fragment_bytes)
+            found = self._choose_beside_fragments(graph, costs, group_size, sizes, thorough, fragment_bytes)
+            if found is not None:
+                return found
         request = replace(self.request(graph, group_size, sizes), thorough=thorough)
         machine = self._machine()
 
@@ -170,8 +173,11 @@ class PlanSearch:
         sizes: Sizes,
         thorough: bool,
         fragment_bytes: int,
-    ) -> tuple[Choice, ...]:
-        """Return the best plans that leave free what the allocator needs, which is about `fragment_bytes`."""
+    ) -> tuple[Choice, ...] | None:
+        """Return the best plans that leave free what the allocator needs, which is about `fragment_bytes`.
+
+        None: no plan fits beside that. Raises ShortOfRoomError as `choose` does.
+        """
         beside = self._beside
         whole = replace(self.request(graph, group_size, sizes, beside.left_free_bytes), thorough=thorough)
         less = beside_uploads(whole, costs)
@@ -184,7 +190,10 @@ class PlanSearch:
             return Fitting(search_with(leaving(less, fragment_bytes)), fragment_bytes)
 
         # Each process may have another budget: one decides for all how often is searched.
-        fitting = self._runtime.world.compute_on_first("plan", find)
+        try:
+            fitting = self._runtime.world.compute_on_first("plan", find)
+        except DoesNotFitError:
+            return None
         if not thorough:  # one of several that are compared
             return fitting.choices
         beside.fragment_bytes = fitting.fragment_bytes

@@ -13,8 +13,9 @@ import pytest
 from harmony_ds import HarmonyEngine
 from harmony_ds.device import CpuDevice
 from harmony_ds.distributed import SingleProcess
+from harmony_ds.scheduler.choose import PlanRequest
 from harmony_ds.scheduler.plan import Policy
-from harmony_ds.scheduler.search import Choice
+from harmony_ds.scheduler.search import Choice, search
 from tests.engine.drive import config_of, engine_for, family, groups_of, sgd, train_groups
 
 pytestmark = pytest.mark.fixed_times
@@ -168,6 +169,25 @@ def test_layer_calls_are_cut_where_the_allocator_could_serve_no_plan_of_whole_on
         assert engine.plan is not None and engine.plan.policy.backward_rows == 1
         assert engine._state.planner.leave_more_free()
     assert "torch's allocator has to reserve" not in caplog.text
+
+
+def test_where_the_allocator_can_serve_no_plan_none_is_searched_that_leaves_it_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    left: list[int] = []
+
+    def noting_search(*args: Any, **options: Any) -> tuple[Choice, ...]:
+        request: PlanRequest = args[4]
+        left.append(request.beside_bytes)
+        return search(*args, **options)
+
+    for module in ("step.plan_search", "scheduler.allocator_fit"):
+        monkeypatch.setattr(f"harmony_ds.{module}.is_served", lambda *_: False)
+    monkeypatch.setattr("harmony_ds.step.plan_search.search", noting_search)
+    with engine_on(Caching(2**30)) as engine:
+        planner = engine._state.planner
+        assert min(left) > 0
+        assert planner.leave_more_free()
 
 
 def test_whole_calls_run_with_a_warning_where_the_allocator_could_serve_no_plan_at_all(
