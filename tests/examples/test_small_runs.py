@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -29,12 +30,12 @@ def test_lora(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Ca
     main = main_of("finetune_minilm", monkeypatch, "train_lora.py", PAIRS)
     losses = main(["--steps", "3", "--tokens", "8", "--out", str(tmp_path)])
     assert losses[-1] < losses[0]
+    # Weights of the base go to the device, and gradients of the adapters alone come back.
     report = capsys.readouterr().out
-    swapped_in, swapped_out = (
-        next(line for line in report.splitlines() if line.strip().startswith(kind)).split()
-        for kind in ("weights  ", "gradients")
-    )
-    assert int(swapped_in[1].replace(",", "")) > 100 * int(swapped_out[2].replace(",", "")) > 0
+    weights = re.search(r"^ +weights +([\d.]+) MiB +0 B$", report, re.M)
+    gradients = re.search(r"^ +gradients +0 B +([\d.]+) KiB$", report, re.M)
+    assert weights is not None and gradients is not None, report
+    assert float(weights[1]) * 1024 > 100 * float(gradients[1]) > 0
     assert all("lora" in name for name in load_file(tmp_path / "adapter_model.safetensors"))
 
 
