@@ -1,13 +1,19 @@
 """Searches for the fastest plan that the device's caching allocator can serve without giving memory back in between.
 
 What a plan has in use at once fits the budget; what the allocator has to reserve for it may not: some of its memory is in
-pieces that serve no request. A part of the budget is left to these. How much is first guessed, and then known for the plan
-that was found, whose allocations are replayed (`replay`):
+fragments, pieces that serve no request. A part of the budget is left to these. How much is first guessed, and then known
+for the plan that was found, whose allocations are replayed (`replay`). What a search finds is then one of three:
 
-    the allocator has much more than it needs    less is left, as long as it can serve what is found
-    it would be short of room                    more is left, until it can serve what is found; if that is slower, amounts
-                                                 between both, and then parts of the guess: plans that take as much may be
-                                                 in pieces of very different sizes
+    served           the allocator has the memory to serve the plan, wherever its blocks come to lie
+    served by luck   with all of the budget, and with a little less, a replay needs no retry: blocks happen to lie well
+    not served       in each step the allocator would give memory back, and take it again
+
+`search_fitting` searches several times, with other amounts left to fragments:
+
+    with the guess a plan is served    less and less is left, as long as plans are served; the fastest is taken
+    none is                            more and more is left, until one is served; if it is slower, amounts between both are
+                                       left, then parts of the guess: plans that take as much may be in other pieces
+    none is served at all              one that is served by luck is taken, unless micro-batches differ in size
 """
 
 from __future__ import annotations
@@ -32,13 +38,13 @@ _MOST_AT_ONCE = 8
 _SAFETY = 256
 """Part of the budget that no replay uses: a step does not quite allocate what was measured."""
 _LUCK = 512
-"""Where blocks fit by the way that they happen to lie, they have to fit with this part of the budget less, too."""
+"""Where luck serves a plan, it has to do so with this part of the budget less, too."""
 _MUCH = 16
 """Where more than this part of the budget is left, less is tried: a plan with more in use may be in fewer pieces."""
 _PARTS_OF_GUESS = (2, 4)
-"""Where what the allocator can serve takes longer than what is found with the guess left, these parts of it are tried."""
+"""Where the plan that is served is slower than the one with the guess left, these parts of the guess are left, too."""
 _BISECTIONS = 3
-"""Before that, so often the middle between what was left for both is tried."""
+"""Before that, the middle between what was left for the one and the other is left, so often at most."""
 _AS_FAST = 1.01
 """Of the plans that one search finds, those that take so many times the time of the fastest may be taken for it."""
 
@@ -48,15 +54,19 @@ SearchWith = Callable[[PlanRequest], tuple[Choice, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Fitting:
-    """Plans, the first of which is to run, and the bytes of the budget that were left to the allocator's fragments."""
+    """What one search has found: plans, the first of which is to run, and the bytes of the budget left to fragments."""
 
     choices: tuple[Choice, ...]
     fragment_bytes: int
 
+    @property
+    def first(self) -> Choice:
+        return self.choices[0]
 
-Fit = Callable[[int], Fitting]
-"""Search with so many bytes of the budget left, and put a plan first that the allocator can serve in whichever way blocks
-lie, if one is as fast."""
+    @property
+    def step_ms(self) -> float:
+        """The time of a step of the first plan."""
+        return self.first.prediction.step_ms
 
 
 def leaving(request: PlanRequest, nbytes: int) -> PlanRequest:
@@ -83,133 +93,189 @@ def is_replayed(request: PlanRequest, costs: CostTable) -> bool:
 def search_fitting(
     search: SearchWith, request: PlanRequest, costs: CostTable, fragment_bytes: int, smallest_ratio: float = 1.0
 ) -> Fitting:
-    """Return the fastest plans that `search` finds of which the first needs no retry of the allocator; if there is none,
-    those whose blocks fit by the way that they happen to lie, or else those that were found with the most room left.
+    """Return the fastest plans that `search` finds of which the first is served; if there is none, one by luck.
+
+    If there is none by luck either, they are those that were found with the most left.
 
     Args:
         request: for all of the budget.
-        fragment_bytes: what is left of it for fragments in the first search.
+        fragment_bytes: what is left of it for fragments in the first search, a guess.
         smallest_ratio: tokens of the smallest micro-batches / tokens of the one that was measured.
 
     Raises:
         DoesNotFitError: the first search finds nothing.
     """
-
-    def fit(left_bytes: int) -> Fitting:
-        found = Fitting(search(leaving(request, left_bytes)), left_bytes)
-        return _served_first(found, request, costs, smallest_ratio)
-
-    first = fit(fragment_bytes)
-    if is_served(first.choices[0], request):
-        return _fastest_with_less_left(first, fit, request)
-    found = _fastest_between(first, _served_with_more_left(first, fit, request), fit, request)
-    for part in _PARTS_OF_GUESS:
-        if is_served(found.choices[0], request) and _is_as_fast(found, first):
-            break
-        other = fit(fragment_bytes // part)
-        if is_served(other.choices[0], request) and _is_better(other, found, request):
-            found = other
-    if is_served(found.choices[0], request) or smallest_ratio != 1.0:
-        return found
-    return _lucky_first(first, request, costs) or _lucky_first(found, request, costs) or found
+    return _FragmentSearch(search, request, costs, smallest_ratio).fastest(fragment_bytes)
 
 
-def _fastest_between(unserved: Fitting, served: Fitting, fit: Fit, request: PlanRequest) -> Fitting:
-    """Return the fastest plans that the allocator can serve with less left than for `served` and more than for `unserved`,
-    or `served` itself, if it is as fast, or if the allocator cannot serve that either.
-    """
-    fastest, least_bytes = served, unserved.fragment_bytes
-    for _ in range(_BISECTIONS):
-        if not is_served(fastest.choices[0], request) or _is_as_fast(fastest, unserved):
-            break
-        middle = fit((least_bytes + fastest.fragment_bytes) // 2)
-        if not is_served(middle.choices[0], request):
-            least_bytes = middle.fragment_bytes
-        elif _is_better(middle, fastest, request):
-            fastest = middle
-        else:
-            break
-    return fastest
+class _FragmentSearch:
+    """Searches for one request, each with another part of the budget left to fragments."""
+
+    def __init__(self, search: SearchWith, request: PlanRequest, costs: CostTable, smallest_ratio: float) -> None:
+        assert request.budget_bytes is not None
+        self._search = search
+        self._request = request
+        self._costs = costs
+        self._smallest_ratio = smallest_ratio
+        self._budget_bytes = request.budget_bytes
+        self._grain_bytes = request.budget_bytes // _GRAIN
+
+    def fastest(self, guess_bytes: int) -> Fitting:
+        """Return what `search_fitting` does; `guess_bytes`: what is left in the first search."""
+        first = self._search_leaving(guess_bytes)
+        if self._serves(first):
+            return self._fastest_with_less_left(first)
+        found = self._with_more_left(first)
+        found = self._fastest_between(first, found)
+        found = self._fastest_with_parts_of_guess(first, found)
+        if self._serves(found) or self._smallest_ratio != 1.0:
+            return found
+        return self._lucky_first(first) or self._lucky_first(found) or found
+
+    # ---- one search
+
+    def _search_leaving(self, fragment_bytes: int) -> Fitting:
+        """Search with so many bytes left, and put a plan first that is served, if one is about as fast as the fastest.
+
+        What has to be reserved is then known of all plans that were replayed for that.
+        """
+        choices = self._search(leaving(self._request, fragment_bytes))
+        known: list[Choice] = []
+        for choice in choices:
+            if choice.prediction.step_ms > _AS_FAST * choices[0].prediction.step_ms:
+                break
+            nbytes = reserved_bytes(choice.plan, self._costs, self._smallest_ratio)
+            known.append(replace(choice, reserved_bytes=nbytes))
+            if is_served(known[-1], self._request):
+                known.insert(0, known.pop())
+                break
+        return Fitting((*known, *choices[len(known) :]), fragment_bytes)
+
+    def _serves(self, fitting: Fitting) -> bool:
+        """Return whether the first plan is served."""
+        return is_served(fitting.first, self._request)
+
+    def _spare_bytes(self, fitting: Fitting) -> int:
+        """Return how much less the allocator has to reserve for the first plan than it may; below 0: how much more."""
+        assert fitting.first.reserved_bytes is not None
+        return _limit_bytes(self._request, fitting.first.plan.policy) - fitting.first.reserved_bytes
+
+    def _is_better(self, served: Fitting, other: Fitting) -> bool:
+        """Return whether a plan that is served is to run instead of another one, which may not be."""
+        return not self._serves(other) or served.step_ms < other.step_ms
+
+    def _lucky_first(self, fitting: Fitting) -> Fitting | None:
+        """Return the fitting with one of its replayed plans first that is served by luck; None: none is."""
+        choices = fitting.choices
+        for place, choice in enumerate(choices):
+            if choice.reserved_bytes is not None and _fits_by_luck(choice.plan, self._request, self._costs):
+                lucky = replace(choice, reserved_bytes=_limit_bytes(self._request, choice.plan.policy))
+                return replace(fitting, choices=(lucky, *choices[:place], *choices[place + 1 :]))
+        return None
+
+    # ---- several, after the first one
+
+    def _fastest_with_less_left(self, first: Fitting) -> Fitting:
+        """Return the fastest of `first` and what is found with less left, as long as that is served."""
+        best = latest = first
+        for _ in range(_SEARCHES - 1):
+            less_bytes = self._spare_bytes(latest)
+            if latest.fragment_bytes > self._budget_bytes // _MUCH:
+                less_bytes = max(less_bytes, latest.fragment_bytes // 4)
+            if less_bytes < self._grain_bytes or not latest.fragment_bytes:
+                break
+            latest = self._search_leaving(max(0, latest.fragment_bytes - less_bytes))
+            if not self._serves(latest):
+                break
+            if latest.step_ms < best.step_ms:
+                best = latest
+        return best
+
+    def _with_more_left(self, first: Fitting) -> Fitting:
+        """Return what is found with more left, until it is served, or nothing fits beside that."""
+        latest = first
+        for _ in range(_SEARCHES - 1):
+            missing_bytes = -self._spare_bytes(latest)
+            more_bytes = min(max(self._grain_bytes, missing_bytes), _MOST_AT_ONCE * self._grain_bytes)
+            try:
+                latest = self._search_leaving(latest.fragment_bytes + more_bytes)
+            except DoesNotFitError:
+                break
+            if self._serves(latest):
+                break
+        return latest
+
+    def _fastest_between(self, unserved: Fitting, found: Fitting) -> Fitting:
+        """Return the fastest that is served with less left than for `found`, and more than for `unserved`.
+
+        It is `found` itself if that is as fast as `unserved`, or not served either.
+        """
+        fastest, least_bytes = found, unserved.fragment_bytes
+        for _ in range(_BISECTIONS):
+            if not self._serves(fastest) or _is_as_fast(fastest, unserved):
+                break
+            middle = self._search_leaving((least_bytes + fastest.fragment_bytes) // 2)
+            if not self._serves(middle):
+                least_bytes = middle.fragment_bytes
+            elif self._is_better(middle, fastest):
+                fastest = middle
+            else:
+                break
+        return fastest
+
+    def _fastest_with_parts_of_guess(self, first: Fitting, found: Fitting) -> Fitting:
+        """Return the fastest of `found` and what is served with parts of the guess left, until it is as fast as `first`."""
+        fastest = found
+        for part in _PARTS_OF_GUESS:
+            if self._serves(fastest) and _is_as_fast(fastest, first):
+                break
+            other = self._search_leaving(first.fragment_bytes // part)
+            if self._serves(other) and self._is_better(other, fastest):
+                fastest = other
+        return fastest
 
 
 def _is_as_fast(fitting: Fitting, other: Fitting) -> bool:
     """Return whether a step of the first plan takes about as long as one of the other first plan, or less."""
-    return fitting.choices[0].prediction.step_ms <= _AS_FAST * other.choices[0].prediction.step_ms
+    return fitting.step_ms <= _AS_FAST * other.step_ms
 
 
-def _is_better(served: Fitting, other: Fitting, request: PlanRequest) -> bool:
-    """Return whether a plan that the allocator can serve is to run instead of another one."""
-    if not is_served(other.choices[0], request):
-        return True
-    return served.choices[0].prediction.step_ms < other.choices[0].prediction.step_ms
-
-
-def _fastest_with_less_left(first: Fitting, fit: Fit, request: PlanRequest) -> Fitting:
-    """Return the fastest of `first` and what is found with less left, as long as the allocator can serve that."""
-    best = latest = first
-    for _ in range(_SEARCHES - 1):
-        assert request.budget_bytes is not None
-        spare_bytes = _spare_bytes(latest, request)
-        if latest.fragment_bytes > request.budget_bytes // _MUCH:
-            spare_bytes = max(spare_bytes, latest.fragment_bytes // 4)
-        if spare_bytes < request.budget_bytes // _GRAIN or not latest.fragment_bytes:
-            break
-        latest = fit(max(0, latest.fragment_bytes - spare_bytes))
-        if not is_served(latest.choices[0], request):
-            break
-        if latest.choices[0].prediction.step_ms < best.choices[0].prediction.step_ms:
-            best = latest
-    return best
-
-
-def _served_with_more_left(first: Fitting, fit: Fit, request: PlanRequest) -> Fitting:
-    """Return what is found with more left, until the allocator can serve it, or nothing fits beside that."""
-    latest = first
-    for _ in range(_SEARCHES - 1):
-        assert request.budget_bytes is not None
-        grain = request.budget_bytes // _GRAIN
-        missing_bytes = -_spare_bytes(latest, request)
-        try:
-            latest = fit(latest.fragment_bytes + min(max(grain, missing_bytes), _MOST_AT_ONCE * grain))
-        except DoesNotFitError:
-            break
-        if is_served(latest.choices[0], request):
-            break
-    return latest
-
-
-def _spare_bytes(fitting: Fitting, request: PlanRequest) -> int:
-    """Return how much less the allocator has to reserve than it may; below 0: how much more."""
-    choice = fitting.choices[0]
-    assert choice.reserved_bytes is not None
-    return _limit_bytes(request, choice.plan.policy) - choice.reserved_bytes
+# ---- one plan
 
 
 def replayed(choice: Choice, request: PlanRequest, costs: CostTable, smallest_ratio: float) -> Choice:
     """Return the choice with what the allocator has to reserve for its plan; `request`: for all of the budget.
 
-    Where it would reserve more than there is, it may do with what there is: it puts blocks elsewhere then.
+    Of a plan that is served by luck, that counts as all that there is.
     """
-    needed_bytes = reserved_bytes(choice.plan, costs, smallest_ratio)
-    limit_bytes = _limit_bytes(request, choice.plan.policy)
-    if needed_bytes > limit_bytes and smallest_ratio == 1.0 and _fits_by_luck(choice.plan, request, costs):
-        needed_bytes = limit_bytes
-    return replace(choice, reserved_bytes=needed_bytes)
+    return replace(choice, reserved_bytes=_needed_bytes(choice.plan, request, costs, smallest_ratio))
 
 
 def serves(plan: Plan, request: PlanRequest, costs: CostTable) -> bool:
-    """Return whether the allocator can serve `plan` with all of the request's budget, and no retry."""
-    return reserved_bytes(plan, costs) <= _limit_bytes(request, plan.policy) or _fits_by_luck(plan, request, costs)
+    """Return whether the allocator can serve `plan` with all of the request's budget, by luck too."""
+    return _needed_bytes(plan, request, costs, smallest_ratio=1.0) <= _limit_bytes(request, plan.policy)
 
 
 def is_served(choice: Choice, request: PlanRequest) -> bool:
-    """Return whether the allocator can serve a choice that was replayed with all of the request's budget, and no retry."""
+    """Return whether the allocator can serve a choice with all of the request's budget, as far as it was replayed."""
     limit_bytes = _limit_bytes(request, choice.plan.policy)
     return choice.reserved_bytes is not None and choice.reserved_bytes <= limit_bytes
 
 
+def _needed_bytes(plan: Plan, request: PlanRequest, costs: CostTable, smallest_ratio: float) -> int:
+    """Return what the allocator has to reserve for a plan; where that is too much and luck serves it, what there is."""
+    needed_bytes, limit_bytes = reserved_bytes(plan, costs, smallest_ratio), _limit_bytes(request, plan.policy)
+    if needed_bytes > limit_bytes and smallest_ratio == 1.0 and _fits_by_luck(plan, request, costs):
+        return limit_bytes
+    return needed_bytes
+
+
 def _fits_by_luck(plan: Plan, request: PlanRequest, costs: CostTable) -> bool:
-    """Return whether an allocator needs no retry for `plan` with the memory that there is, and with a little less."""
+    """Return whether a replay needs no retry with the memory that there is, nor with a little less.
+
+    An allocator that runs short of memory puts blocks elsewhere than one that may reserve more. But a step does not quite
+    allocate what was measured: blocks may not fit where they did in the replay.
+    """
     assert request.budget_bytes is not None
     pool_bytes = _pool_bytes(request, plan.policy)
     return not any(retries(plan, costs, pool) for pool in (pool_bytes, pool_bytes - request.budget_bytes // _LUCK))
@@ -229,33 +295,3 @@ def _pool_bytes(request: PlanRequest, policy: Policy) -> int:
     assert request.budget_bytes is not None
     exchange_bytes = request.exchange_bytes if policy.reduces_on_device else 0
     return max(0, request.budget_bytes - exchange_bytes - SEGMENT_BYTES)
-
-
-def _served_first(fitting: Fitting, request: PlanRequest, costs: CostTable, smallest_ratio: float) -> Fitting:
-    """Return the fitting with a plan first that the allocator can serve in whichever way blocks lie, if one is about as
-    fast as its first one.
-
-    What has to be reserved is then known of all plans that were replayed for that.
-    """
-    known: list[Choice] = []
-    for choice in fitting.choices:
-        if choice.prediction.step_ms > _AS_FAST * fitting.choices[0].prediction.step_ms:
-            break
-        known.append(replace(choice, reserved_bytes=reserved_bytes(choice.plan, costs, smallest_ratio)))
-        if is_served(known[-1], request):
-            known.insert(0, known.pop())
-            break
-    return replace(fitting, choices=(*known, *fitting.choices[len(known) :]))
-
-
-def _lucky_first(fitting: Fitting, request: PlanRequest, costs: CostTable) -> Fitting | None:
-    """Return the fitting with one of its replayed plans first whose blocks fit by the way that they lie; None: none does.
-
-    A step does not quite allocate what was measured: blocks may not fit where they did in the replay.
-    """
-    choices = fitting.choices
-    for place, choice in enumerate(choices):
-        if choice.reserved_bytes is not None and _fits_by_luck(choice.plan, request, costs):
-            lucky = replace(choice, reserved_bytes=_limit_bytes(request, choice.plan.policy))
-            return replace(fitting, choices=(lucky, *choices[:place], *choices[place + 1 :]))
-    return None

@@ -15,7 +15,7 @@ task makes the requests that were recorded when the model was measured (`Allocat
                                   and all that leaves is freed at once
     FREE_GRADIENTS                frees the sums of a pack's gradients, which its first micro-batch has made
 
-A micro-batch's inputs are not among them: they have a pool of their own, which is set aside (`allocator_fit.upload_bytes`).
+A micro-batch's inputs are not among them: they have a pool of their own (`allocator_fit.beside_uploads`).
 """
 
 from __future__ import annotations

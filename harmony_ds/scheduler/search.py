@@ -100,7 +100,7 @@ class Choice:
 
     Attributes:
         reserved_bytes: what the device's caching allocator has to reserve for the plan, as a replay of its requests says
-            (`allocator_fit`); all that it may, where blocks fit by the way that they happen to lie; None: not replayed.
+            (`allocator_fit`); all that it may, where luck serves the plan; None: not replayed.
         counts: how many micro-batches each one of the plan stands for (see `PlanRequest.most_listed`); empty: for itself.
     """
 
