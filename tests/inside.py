@@ -35,6 +35,11 @@ def updater_of(engine: HarmonyEngine) -> Updater:
     return engine._state.runtime.updater
 
 
+def has_pending(updater: Updater, needed_at: int) -> bool:
+    """Return whether an update of what is needed there first is queued or running, and has not failed."""
+    return updater.failure is None and updater._pending[needed_at] > 0
+
+
 def scaler_of(engine: HarmonyEngine) -> LossScaler:
     """Return its loss scaler."""
     return engine._steps.scaler

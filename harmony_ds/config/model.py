@@ -24,10 +24,11 @@ class _Block(BaseModel):
     model_config = ConfigDict(extra="forbid", validate_default=True)
 
 
-def _checked_by_type(name: str, block: object) -> Any:
-    """Return a model of a block that DeepSpeed keeps in a plain object: its attributes are names and defaults."""
-    fields = {key: (bool if isinstance(value, bool) else Any, value) for key, value in vars(block).items()}
-    return create_model(name, __base__=_Block, **fields)  # type: ignore[call-overload]
+def _activation_checkpointing() -> Any:
+    """Return a model of this block, which DeepSpeed keeps in a plain object: its attributes are names and defaults."""
+    block = vars(DeepSpeedActivationCheckpointingConfig({}))
+    fields = {key: (bool if isinstance(value, bool) else Any, value) for key, value in block.items()}
+    return create_model("ActivationCheckpointing", __base__=_Block, **fields)  # type: ignore[call-overload]
 
 
 def _in_case(case: Any) -> BeforeValidator:
@@ -39,7 +40,7 @@ def _communicated(name: str) -> str:
     return name.lower()
 
 
-_ActivationCheckpointing = _checked_by_type("ActivationCheckpointing", DeepSpeedActivationCheckpointingConfig({}))
+_ActivationCheckpointing = _activation_checkpointing()
 _Dtype = Literal[
     "fp32", "float32", "float", "torch.float32", "bf16", "bfloat16", "torch.bfloat16", "fp16", "float16", "half",
     "torch.float16",

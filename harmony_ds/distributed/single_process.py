@@ -179,10 +179,6 @@ class SingleProcess:
     def post_updated(self, names: Sequence[str]) -> None:
         """Post that this process has updated its pieces of `names`; on the update thread."""
 
-    def all_updated(self, names: Sequence[str]) -> bool:
-        """Return whether every other process has done the issued updates of `names`."""
-        return True
-
     def wait_updated(self, names: Sequence[str] | None = None) -> None:
         """Wait until every other process has done the issued updates of `names` (None: of all)."""
 

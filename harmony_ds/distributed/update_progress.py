@@ -42,12 +42,6 @@ class UpdateProgress:
         for index in indices.tolist():
             self._board.write(VERSIONS_PLACE + NUMBER.size * index, NUMBER.pack(int(self._done[index])))
 
-    def all_done(self, names: Sequence[str]) -> bool:
-        """Return whether all other processes have done the issued updates of `names`."""
-        indices = self._indices(names)
-        issued = self._issued[indices]
-        return all(self._has_done(other, indices, issued) for other in self._board.others)
-
     def wait_done(self, names: Sequence[str] | None = None) -> None:
         """Wait until all other processes have done the issued updates of `names` (None: of all parameters)."""
         indices = self._indices(list(self._index) if names is None else names)

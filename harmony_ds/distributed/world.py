@@ -336,9 +336,6 @@ class World(SingleProcess):
     def post_updated(self, names: Sequence[str]) -> None:
         self._progress.post_done(names)
 
-    def all_updated(self, names: Sequence[str]) -> bool:
-        return self._left or self._progress.all_done(names)
-
     def wait_updated(self, names: Sequence[str] | None = None) -> None:
         if not self._left:
             self._progress.wait_done(names)

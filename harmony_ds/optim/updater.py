@@ -251,12 +251,6 @@ class Updater:
         """Return whether an update of `name` is pending, so that its `.grad` belongs to that."""
         return self._updating[name] > 0
 
-    def is_pending(self, needed_at: int) -> bool:
-        """Return whether what is needed there first is being updated in any process, or will be; False after a failure."""
-        if self.failure is not None:
-            return False
-        return self._pending[needed_at] > 0 or not self._world.all_updated(self._last_names.get(needed_at, ()))
-
     def raise_failure(self) -> None:
         """Raise a failure that has not been raised yet."""
         if self.failure is not None and not self._raised:

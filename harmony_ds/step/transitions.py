@@ -13,7 +13,7 @@ BACKWARD); hooks that a run calls may read gradients, which is refused (READ_GRA
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,16 +74,6 @@ class Impossible:
 
 Cell = tuple[Transition, ...] | Impossible
 Transitions = Mapping[tuple[StepState, StepEvent], Cell]
-
-
-def possible(transitions: Transitions) -> Iterator[tuple[StepState, StepEvent, Transition]]:
-    """Yield every transition that can happen, by state and event."""
-    for state in StepState:
-        for event in StepEvent:
-            cell = transitions[state, event]
-            if not isinstance(cell, Impossible):
-                for transition in cell:
-                    yield state, event, transition
 
 
 def as_markdown(transitions: Transitions) -> str:

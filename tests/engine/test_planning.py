@@ -25,7 +25,7 @@ from harmony_ds.scheduler.plan import Plan, Task
 from harmony_ds.scheduler.search import Choice, search
 from harmony_ds.step import plan_search
 from tests.engine.drive import adamw, config_of, engine_for, family, groups_of, train_groups
-from tests.inside import updater_of
+from tests.inside import has_pending, updater_of
 from tests.oracle import assert_same
 
 pytestmark = pytest.mark.fixed_times
@@ -212,7 +212,7 @@ def test_runs_before_a_delayed_swap_in_go_on_while_its_pack_is_updated(monkeypat
             tasks.clear()
         tasks.append(str(task))
         assert engine.plan is not None
-        if updater.is_pending(engine.plan.packs[layer_1_or_later(engine.plan)[0]].needed_at):
+        if has_pending(updater, engine.plan.packs[layer_1_or_later(engine.plan)[0]].needed_at):
             before = layer_1_or_later(engine.plan)[0] - 1
             if {f"F{before}.0", f"F{before}.1"} <= {*tasks}:
                 run_before.set()
@@ -247,7 +247,7 @@ def test_a_forward_pack_waits_for_all_the_packs_that_update_its_weights(monkeypa
         step(self, gradients, hyper)
 
     def waiting(self: Updater, pack: int) -> None:
-        if pack and self.is_pending(pack):
+        if pack and has_pending(self, pack):
             going_on.set()
         wait(self, pack)
 
