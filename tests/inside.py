@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from harmony_ds import HarmonyEngine
 from harmony_ds.offload.disk import DiskFile
 from harmony_ds.optim.updater import Updater
 from harmony_ds.reporting.reporter import Reporter
+from harmony_ds.scheduler.sizes import WHOLE
 from harmony_ds.step.engine_state import EngineState
 from harmony_ds.step.loss_scaling import LossScaler
 from harmony_ds.step.planner import Planner
@@ -28,6 +30,12 @@ def reporter_of(engine: HarmonyEngine) -> Reporter:
 def planner_of(engine: HarmonyEngine) -> Planner:
     """Return its planner, with measurements and plans."""
     return engine._state.planner
+
+
+def take_from_host(engine: HarmonyEngine) -> None:
+    """Let the engine plan from now on as where nothing fits but with all that is between layers on the host."""
+    cuts = planner_of(engine).cuts
+    cuts.set(replace(cuts.now, rows=replace(cuts.now.rows or WHOLE, from_host=True)))
 
 
 def updater_of(engine: HarmonyEngine) -> Updater:

@@ -92,7 +92,7 @@ class MicroBatchMeasurement:
             of the code after the last call.
         crossing: tensors that may wait on the host between two calls.
         end, loss_phase: see `CostTable.end_bytes` and `loss_bytes`.
-        in_slices: see `CostTable`.
+        in_slices, rows: see `CostTable`.
         lead, loss, propagate, incoming: see `Allocations`.
     """
 
@@ -109,6 +109,7 @@ class MicroBatchMeasurement:
     end: int = 0
     loss_phase: int = 0
     in_slices: bool = False
+    rows: int = 0
     lead: Pairs = field(default_factory=list)
     loss: Pairs = field(default_factory=list)
     propagate: Pairs = field(default_factory=list)
@@ -135,6 +136,7 @@ class MicroBatchMeasurement:
             end_bytes=self.end,
             loss_bytes=self.loss_phase,
             in_slices=self.in_slices,
+            rows=self.rows,
         )
 
     def _cost(self, position: int) -> CallCost:

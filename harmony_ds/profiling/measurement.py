@@ -110,7 +110,8 @@ class Measurement(LayerCallObserver):
                 torch.ones(1, 1, device=self._runtime.device.torch_device).matrix_power(2)  # cuBLAS's workspace stays
                 self._base = probe.allocated_bytes()
                 self._run(sample)
-        self._measured.in_slices = self._passes.rows.cuts
+        self._measured.rows = sample.rows
+        self._measured.in_slices = self._passes.rows.keep_no_graph
         table = self._measured.table()
         if not self._traces:
             return table

@@ -41,6 +41,7 @@ from harmony_ds.profiling.sample import Sample, shapes_of
 from harmony_ds.profiling.timing import Timing
 from harmony_ds.runtime.garbage import release_frames
 from harmony_ds.runtime.runtime import Runtime
+from harmony_ds.scheduler.choose import way_to_smaller_micro_batches
 from harmony_ds.scheduler.costs import CostTable
 from harmony_ds.scheduler.grid import gib_number
 from harmony_ds.scheduler.profile import Machine, Profile
@@ -96,7 +97,7 @@ class Profiler:
         Raises:
             DoesNotFitError: the device does not hold one layer with `sample` in slices of `sizes`, or of single rows.
         """
-        with self._within_budget():
+        with self._within_budget(sample):
             if sizes is None:
                 profile = self._profile_several_sizes(sample)
             else:
@@ -141,7 +142,7 @@ class Profiler:
 
     def in_slices(self, sample: Sample, profile: Profile, sizes: Sizes) -> CostTable:
         """Return bytes of `sample` in slices of `sizes`, measured, with the times that `profile` knows of them."""
-        with self._within_budget():
+        with self._within_budget(sample):
             with self._all_have_room():
                 table = self._measure(sample, sizes)
             table = self._with_allocations(table, sample, sizes)
@@ -208,8 +209,9 @@ class Profiler:
     def rows(self, sizes: Sizes) -> Rows:
         """Return how layer calls are cut into slices of `sizes`, once a micro-batch has been measured in such."""
         if not sizes.cut:
-            return WHOLE_CALLS
-        return replace(self._row_probe.found[0], forward=sizes.forward, backward=sizes.backward)
+            return replace(WHOLE_CALLS, from_host=sizes.from_host)
+        found = self._row_probe.found[0]
+        return replace(found, forward=sizes.forward, backward=sizes.backward, from_host=sizes.from_host)
 
     def has_probed(self, form: object) -> bool:
         """Return whether it is known which layers can be cut in calls of the model of this form."""
@@ -217,7 +219,7 @@ class Profiler:
 
     def found_rows(self, sample: Sample) -> Rows:
         """Return where calls hold the rows of a micro-batch."""
-        with self._within_budget():
+        with self._within_budget(sample):
             self._probe_rows(sample)
         return self._row_probe.found[0]
 
@@ -275,7 +277,7 @@ class Profiler:
         """Return what a profile depends on; `sizes`: of its slices, None: several."""
         key = self._file.key(calls, shapes_of(sample.inputs))
         key["arguments"] = sample.inputs_form
-        if sizes is None or sizes.cut:
+        if sizes is None or sizes.cut or sizes.from_host:
             key["pieces"] = SEVERAL if sizes is None else str(sizes)
         layer_calls = self._runtime.layer_calls
         if layer_calls.head_tiles.size or layer_calls.layer_tiles.size:
@@ -312,7 +314,7 @@ class Profiler:
             )
 
     @contextmanager
-    def _within_budget(self) -> Iterator[None]:
+    def _within_budget(self, sample: Sample) -> Iterator[None]:
         """Turn torch.OutOfMemoryError within the context into DoesNotFitError, which holds nothing on the device."""
         device = self._runtime.device
         before = device.allocated_bytes()
@@ -325,12 +327,12 @@ class Profiler:
             raise
         except torch.OutOfMemoryError as error:
             self._runtime.stash.order_streams()
-            message = _explanation(device, before, error)
+            message = _explanation(device, before, error, sample.rows)
             release_frames(error)
             raise DoesNotFitError(message) from error
 
 
-def _explanation(device: Device, before: int, error: torch.OutOfMemoryError) -> str:
+def _explanation(device: Device, before: int, error: torch.OutOfMemoryError, rows: int) -> str:
     budget, reserve, peak = device.budget_bytes, device.reserve_bytes(), device.peak_bytes()
     limit = "there is no budget" if budget is None else f"the budget is {budget:,} bytes"
     limit += f", of which libraries' workspaces and the allocator's segments take {reserve:,}" if reserve else ""
@@ -339,6 +341,6 @@ def _explanation(device: Device, before: int, error: torch.OutOfMemoryError) -> 
     return (
         f"one layer with one micro-batch, which measuring holds, does not fit: {limit}. Up to {peak:,} bytes were "
         f"allocated ({before:,} before), and {requested[0] if requested else 'some'} more did not fit. Ways out: (1) raise "
-        f"harmony.device_memory_gib to well above {gib_number(reserve + peak + int(more))} (GiB); (2) lower "
-        "train_micro_batch_size_per_gpu; (3) name smaller layers in harmony.layers."
+        f"harmony.device_memory_gib to well above {gib_number(reserve + peak + int(more))} (GiB); (2) "
+        f"{way_to_smaller_micro_batches(rows)}; (3) name smaller layers in harmony.layers."
     )

@@ -161,10 +161,9 @@ class Timing(LayerCallObserver):
             backward = self._typical(structure, "again") + propagate
             issued_ms += self._typical(structure, "issue") + self._typical(structure, "issue back")
             total_ms += forward + backward
-            # The graph is built while running forward either way, and propagated through once; unless it is recomputed in
-            # slices.
+            # The graph is built while running forward either way, and propagated through once; unless none is kept.
             fused = (backward or forward) + inter_layer
-            if backward and self._passes.rows.cuts:
+            if backward and self._passes.rows.keep_no_graph:
                 fused += forward
             timed.append(
                 replace(

@@ -479,8 +479,7 @@ class Executor:
         plan, micro_batch = self._plan, self._micro_batches[task.micro_batch]
         leaves = self._leaves(task.pack)
         self._begin_shared_loss(task)
-        if plan.rows.cuts:
-            # One graph of all rows would need the memory that slices save: this pack is recomputed as the others are.
+        if plan.rows.keep_no_graph:
             self._forward(task, loss_follows=True)
             if plan.policy.slices_from_host:
                 self._stash_out(task)

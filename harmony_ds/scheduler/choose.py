@@ -150,14 +150,14 @@ def explain(plan: Plan, request: PlanRequest, graph: LayerGraph, costs: CostTabl
     rest = max(most, plan.peak_bytes - stays - min(2, len(packs)) * weights - gradients)
     pack_layers = request.settings.pack_layers or 1
     other_layers = "name smaller layers in harmony.layers"
-    if plan.policy.slices_from_host:  # which make every layer small: code between layers is left, which nothing cuts
+    if plan.policy.slices_from_host and plan.policy.backward_rows:  # every layer is small: code between layers is left
         other_layers = (
             "name a module in harmony.layers whose own code joins what layers inside it return, such as "
             '"*.embeddings": it is one layer then, and cut'
         )
     ways = (
         f"raise harmony.device_memory_gib to {gib_number(plan.peak_bytes + request.beside_bytes)} (GiB) or more",
-        "lower train_micro_batch_size_per_gpu",
+        way_to_smaller_micro_batches(costs.rows),
         f"lower harmony.pack_layers (now {pack_layers})" if pack_layers > 1 else "",
         other_layers,
         "lower harmony.residency" if plan.policy.resident else "",
@@ -170,6 +170,11 @@ def explain(plan: Plan, request: PlanRequest, graph: LayerGraph, costs: CostTabl
         f"{counted(plan.micro_batches, 'micro-batch')}. With one micro-batch, {operation} takes most: {most:,} bytes. "
         "Ways out: " + "; ".join(f"({number}) {way}" for number, way in enumerate(filter(None, ways), 1)) + "."
     )
+
+
+def way_to_smaller_micro_batches(rows: int) -> str:
+    """Return what to do about a micro-batch of so many rows (0: not known) that is too large."""
+    return "shorten the rows (a micro-batch has one already)" if rows == 1 else "lower train_micro_batch_size_per_gpu"
 
 
 def _largest_operation(graph: LayerGraph, costs: CostTable) -> tuple[int, str]:

@@ -212,8 +212,8 @@ class CostTable:
         head_ms: the code before the first layer.
         tail_ms: the code after the last layer (the loss), forward and backward.
         issue_share: of all times, the part that the host takes to issue them, where a device computes beside it.
-        in_slices: whether layer calls are cut into slices of a micro-batch's rows. The fused pack then keeps no graph:
-            it runs forward and backward as any other pack does.
+        in_slices: whether layer calls are cut into slices of a micro-batch's rows, or take all of them from the host. The
+            fused pack then keeps no graph: it runs forward and backward as any other pack does.
         flow: what is handed from layer to layer, where several devices are to run them.
         crossing: tensors that may wait on the host between two calls.
         output_bytes: what the model's outputs and the graph of the code after the last call hold until the loss is made;
@@ -222,6 +222,7 @@ class CostTable:
         end_bytes: the part of `tail_bytes` that comes before the model's outputs are there.
         loss_bytes: the most that the micro-batch has, beside its stash, while its loss is made and propagated back from,
             model's outputs and held bytes included.
+        rows: of the micro-batch; 0: not known.
     """
 
     calls: tuple[int, ...]
@@ -241,6 +242,7 @@ class CostTable:
     allocations: Allocations | None = None
     end_bytes: int = 0
     loss_bytes: int = 0
+    rows: int = 0
 
     def crossing_gradient_bytes(self, position: int, fused: int) -> int:
         """Return the gradients that may wait on the host between the call at `position` and those before it.

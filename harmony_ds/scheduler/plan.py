@@ -213,9 +213,9 @@ class Policy:
             and backward (they wait longest); the others' wait on the device.
         crossing_on_host: what a micro-batch holds between two packs, outputs of the one or gradients of them, waits on
             the host until the other one takes it; where all of the stash does, too (see `crossing.crossing_moves`).
-        slices_from_host: of calls in slices of rows, each slice's inputs come from the host when it runs backward; what
-            leaves the device has left before the next task, and comes back right before it is needed. All of the stash
-            goes, the fused pack's, too, before the loss. It takes the least memory, and hides no copy.
+        slices_from_host: the inputs of each slice of rows, or of a call that is not cut, come from the host when it runs
+            backward; what leaves the device has left before the next task, and comes back right before it is needed. All
+            of the stash goes, the fused pack's, too, before the loss. It takes the least memory, and hides no copy.
         deferred_update: no update before the norm of all gradients is known.
         kept: packs whose weights stay on the device from forward to backward.
         resident: packs that never leave the device: weights, gradients, optimizer state; updated there.

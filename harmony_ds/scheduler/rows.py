@@ -39,6 +39,7 @@ class Rows:
         drawing: layers that draw random numbers. Their slices are the same in both passes, so that a recomputation
             draws what the forward pass drew.
         code_between_draws: whether the code between layer calls draws random numbers.
+        from_host: whether calls take their inputs from the host in backward, see `Policy.slices_from_host`.
     """
 
     forward: int = 0
@@ -46,11 +47,17 @@ class Rows:
     dims: Mapping[int, Mapping[CallKind, RowDims]] = field(default_factory=dict)
     drawing: Set[int] = frozenset()
     code_between_draws: bool = False
+    from_host: bool = False
 
     @property
     def cuts(self) -> bool:
         """Whether any call may be cut."""
         return bool(self.dims) and bool(self.forward or self.backward)
+
+    @property
+    def keep_no_graph(self) -> bool:
+        """Whether the fused pack is recomputed as the others are: one graph of all rows would take what slices save."""
+        return self.cuts or self.from_host
 
 
 WHOLE_CALLS = Rows()

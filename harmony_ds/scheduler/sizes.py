@@ -26,16 +26,18 @@ class Sizes:
     Attributes:
         forward, backward: rows of a slice in the forward packs, and in the backward pass; 0: all rows of the set.
         joined_count: how many micro-batches are one set, whose rows go through a layer at a time.
+        from_host: whether they take them from the host in backward, see `Policy.slices_from_host`.
     """
 
     forward: int = 0
     backward: int = 0
     joined_count: int = 1
+    from_host: bool = False
 
     @staticmethod
     def from_policy(policy: Policy) -> Sizes:
         """Return the sizes of a plan."""
-        return Sizes(policy.forward_rows, policy.backward_rows, policy.joined_count)
+        return Sizes(policy.forward_rows, policy.backward_rows, policy.joined_count, policy.slices_from_host)
 
     @staticmethod
     def from_config(micro_batch: str | tuple[int, int]) -> Sizes | None:

@@ -8,7 +8,8 @@ They are tried in this order, each after those before it have failed:
     3. smaller and smaller tiles of tokens, of the head, beside the rows of 1; where the other layers take most then, slices
        as in 2
     4. the same of other layers, beside the rows of 1, and slices beside the last tiles
-    5. slices, as in 2, with all that is between layers on the host: beside the tiles of 1, then beside the last ones
+    5. the same with all that is between layers on the host, whole micro-batches first: beside the tiles of 1, then beside
+       the last ones
 
 Where the head takes most beside slices, its tiles are made smaller, as long as that helps, before the slices are.
 """
@@ -16,7 +17,7 @@ Where the head takes most beside slices, its tiles are made smaller, as long as 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
@@ -69,26 +70,29 @@ class Cuts:
     """How layer calls are cut.
 
     Attributes:
-        rows: of the slices that they take; None: as many as the search finds best.
-        from_host: whether slices take theirs from the host.
+        rows: of the slices that they take, and whether from the host; None: as many as the search finds best.
         tiles: of tokens, whether or not the model has anything that can be cut into them.
     """
 
     rows: Sizes | None
-    from_host: bool
     tiles: Tiles
 
     def round_alike(self, other: Cuts) -> bool:
         """Return whether results are the same to the bit with both."""
-        return (self.rows, self.tiles) == (other.rows, other.tiles)
+        rows, others = (sizes and replace(sizes, from_host=False) for sizes in (self.rows, other.rows))
+        return (rows, self.tiles) == (others, other.tiles)
 
     def __str__(self) -> str:
         sizes, parts = self.rows or WHOLE, []
         if sizes.cut:
-            parts.append(f"slices of {counted(sizes.backward, 'row')}" + (" from the host" if self.from_host else ""))
+            parts.append(f"slices of {counted(sizes.backward, 'row')}")
+        elif sizes.from_host or not self.tiles.cut:
+            parts.append("whole micro-batches")
+        if sizes.from_host:
+            parts[0] += " from the host"
         if self.tiles.cut:
             parts.append(str(self.tiles))
-        return ", ".join(parts) or "whole micro-batches"
+        return ", ".join(parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +159,6 @@ class CallCuts:
         self._profiler = profiler
         self._sizes = sizes
         self._is_given = saved is not None
-        self._from_host = saved is not None and saved.policy.slices_from_host
         self._set_tiles(Tiles.from_config(settings.tokens) if saved is None else Tiles.from_policy(saved.policy))
         self.may_try_others = False
         # Whether tiles have been tried, and no layer was one whose output can be made in them:
@@ -167,7 +170,7 @@ class CallCuts:
     def now(self) -> Cuts:
         """The cuts in force."""
         calls = self._runtime.layer_calls
-        return Cuts(self._sizes.wanted, self._from_host, Tiles(calls.head_tiles.size, calls.layer_tiles.size))
+        return Cuts(self._sizes.wanted, Tiles(calls.head_tiles.size, calls.layer_tiles.size))
 
     @property
     def tiles_in_use(self) -> Tiles:
@@ -184,7 +187,7 @@ class CallCuts:
 
     def set(self, cuts: Cuts) -> None:
         """Cut layer calls so from now on: what was measured in other cuts is not known of these."""
-        self._sizes.wanted, self._from_host = cuts.rows, cuts.from_host
+        self._sizes.wanted = cuts.rows
         self._set_tiles(cuts.tiles)
 
     def _set_tiles(self, tiles: Tiles) -> None:
@@ -197,16 +200,19 @@ class CallCuts:
         if not self._is_given and self._settings.tokens == "auto":
             cuts = replace(cuts, tiles=Tiles.from_policy(policy))
         if self._may_slice:
-            sizes = Sizes(policy.get("forward_rows", 0), policy.get("backward_rows", 0))
-            cuts = replace(cuts, rows=sizes, from_host=policy.get("slices_from_host", False))
+            forward_rows, backward_rows = policy.get("forward_rows", 0), policy.get("backward_rows", 0)
+            from_host = policy.get("slices_from_host", False)
+            cuts = replace(cuts, rows=Sizes(forward_rows, backward_rows, from_host=from_host))
         self.set(cuts)
 
     def log(self, sample: Sample, rows: Rows, graph: LayerGraph) -> None:
         """Log what runs in slices of `rows`, or in tiles of tokens, since nothing fits otherwise with `sample`."""
         tiles, parts = self.tiles_in_use, []
         if rows.cuts:
-            source = " from the host" if self._from_host else ""
+            source = " from the host" if rows.from_host else ""
             parts.append(f"layer calls take slices of {counted(rows.backward, 'row')}{source} (harmony.micro_batch)")
+        elif rows.from_host:
+            parts.append("all that is between layers waits on the host")
         if tiles.head:
             heads = [layer for layer, is_head in self._runtime.layer_calls.head_tiles.heads.items() if is_head]
             names = ", ".join(graph.layers[layer].name for layer in heads)
@@ -214,8 +220,9 @@ class CallCuts:
         if tiles.layers:
             parts.append(f"parts of layers run in tiles of {tiles.layers} tokens (harmony.tokens)")
         whole = f"{sample.rows:,} rows" if not tiles.cut else f"{_most_tokens(sample):,} tokens"
+        other = f"plan for all {whole} of a micro-batch at once" if rows.cuts or tiles.cut else "other plan"
         if parts:
-            _logger.warning("%s, since no plan for all %s of a micro-batch at once fits", ", ".join(parts), whole)
+            _logger.warning("%s, since no %s fits", ", ".join(parts), other)
 
     # ---- others, where nothing fits
 
@@ -272,7 +279,7 @@ class CallCuts:
                 return success
         if self._may_take_slices_from_host:
             for tiles in dict.fromkeys((before.tiles, self.now.tiles)):
-                self.set(Cuts(WHOLE, from_host=True, tiles=tiles))
+                self.set(Cuts(Sizes(from_host=True), tiles))
                 success = self._try_slices(sample, attempts, first.costs)
                 if success is not None:
                     return success
@@ -316,6 +323,9 @@ class CallCuts:
     ) -> _Success[_Found] | None:
         """Return the success with the largest slices of rows that fit; None: none fits.
 
+        From the host, whole micro-batches come first: of single rows, or of layers whose rows depend on each other, there
+        are no slices.
+
         Args:
             of_whole: costs of calls that are not cut. Slices whose share of these is more than the budget are not tried.
         """
@@ -326,18 +336,18 @@ class CallCuts:
         room_bytes = world.max("room for slices", self._runtime.device.budget_bytes or 0)
         whole_bytes = 0 if of_whole is None else of_whole.layer_bytes
         before = self.now.rows or WHOLE
-        size = min(before.forward or rows, rows)
-        while size > 1:
-            size = -(-size // 2)
+        sizes = [*_halves(min(before.forward or rows, rows))]
+        for size in [rows, *sizes] if before.from_host else sizes:
             if size * _MOST_SLICES < rows:
                 return None
             if size > 1 and whole_bytes * size > room_bytes * rows:
                 continue
-            self.set(replace(self.now, rows=Sizes(size, size)))
+            cut = 0 if size == rows else size
+            self.set(replace(self.now, rows=Sizes(cut, cut, from_host=before.from_host)))
             tried = self._try_head_tiles(sample, attempts)
             if isinstance(tried, _Success):
                 return tried
-            if not world.any("cut into slices", self._profiler.rows(Sizes(size, size)).cuts):
+            if cut and not world.any("cut into slices", self._profiler.rows(Sizes(cut, cut)).cuts):
                 return None
             needed = world.max("needed by slices", tried.error.least_budget_bytes or 0)
             if needed and needed_by_larger:
@@ -401,6 +411,13 @@ class CallCuts:
         if cuts_head:
             return None if head is None else replace(now, head=head)
         return None if layers is None else replace(now, layers=layers)
+
+
+def _halves(rows: int) -> Iterator[int]:
+    """Yield half of `rows`, a quarter, and so on, down to one."""
+    while rows > 1:
+        rows = -(-rows // 2)
+        yield rows
 
 
 def _most_tokens(sample: Sample) -> int:

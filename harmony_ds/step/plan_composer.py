@@ -11,6 +11,7 @@ from harmony_ds.profiling.sample import shapes_of
 from harmony_ds.runtime.joint import JointMicroBatch
 from harmony_ds.runtime.micro_batch import MicroBatch
 from harmony_ds.runtime.runtime import Runtime
+from harmony_ds.scheduler.choose import way_to_smaller_micro_batches
 from harmony_ds.scheduler.compose import Group, compose_end, compose_evaluation, compose_forward, compose_step
 from harmony_ds.scheduler.memory import walk_memory
 from harmony_ds.scheduler.plan import Packing, Plan, Policy, Task
@@ -122,8 +123,8 @@ class PlanComposer:
             self._planner.make_room(self._runtime.world.max("make room", more))
         raise DoesNotFitError(
             f"a loss of the outputs of several forward passes takes {peak_bytes:,} bytes of device memory, and the budget "
-            f"is {self._runtime.device.budget_bytes:,} bytes. Ways out: (1) raise harmony.device_memory_gib; (2) lower "
-            "train_micro_batch_size_per_gpu."
+            f"is {self._runtime.device.budget_bytes:,} bytes. Ways out: (1) raise harmony.device_memory_gib; (2) "
+            f"{way_to_smaller_micro_batches(self._planner.costs[1].rows)}."
         )
 
     def beside_bytes(self, own: Sequence[MicroBatch], others: Sequence[MicroBatch], outputs: int) -> int:

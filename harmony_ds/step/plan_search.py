@@ -93,7 +93,7 @@ class PlanSearch:
         """Return what is asked of the search for a plan, which is to leave `left_free_bytes` of the budget free."""
         budget = self._runtime.device.budget_bytes
         beside = self._beside.fixed_bytes + self._beside.shared_loss_bytes + left_free_bytes
-        from_host, tiles = self._cuts.now.from_host and sizes.cut, self._cuts.tiles_in_use
+        from_host, tiles = sizes.from_host, self._cuts.tiles_in_use
         return PlanRequest(
             settings=self._settings,
             micro_batches=-(-group_size // sizes.joined_count),

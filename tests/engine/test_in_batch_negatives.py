@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from harmony_ds import DoesNotFitError, HarmonyEngine
 from tests.engine.drive import LossOf, config_of, engine_for, loop_plainly, loop_with, sgd
-from tests.inside import planner_of
+from tests.inside import take_from_host
 
 pytestmark = pytest.mark.fixed_times
 
@@ -166,7 +166,7 @@ def test_embeddings_that_are_one_layer_are_cut_down_to_single_rows() -> None:
     plain, layers = copy.deepcopy(model), {"layers": ["embedding", "blocks.?"]}
     config = config_of(1, harmony={**SMALLEST, **layers, "micro_batch": 1})
     with engine_for(copy.deepcopy(model), sgd, config) as engine:
-        planner_of(engine).cuts._from_host = True
+        take_from_host(engine)
         loop_with(engine, batches[:1], one_input)
         budget = {"device_memory_gib": peak_of(engine) / 2**30}
     way_out = r'name a module in harmony.layers .* such as "\*.embeddings"'

@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from harmony_ds import HarmonyEngine
 from harmony_ds.scheduler.swaps import swaps_of
 from tests.engine.drive import adamw, config_of, engine_for, family, small_sgd, train_groups, weights_of
-from tests.inside import planner_of
+from tests.inside import planner_of, take_from_host
 from tests.model.test_slices import group_of
 from tests.simdevice.device import SimDevice
 from tests.simdevice.test_engine_late import late_engine
@@ -21,11 +20,6 @@ SLICES = {"micro_batch": {"forward": 3, "backward": 2}, "pack_layers": 1}
 ROWS = (5, 4)
 
 
-def take_slices_from_host(engine: HarmonyEngine) -> None:
-    """Plan from now on as where nothing else fits."""
-    planner_of(engine).cuts._from_host = True
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_late_copies_of_slices_change_no_bit(name: str) -> None:
     one, models = family(name), []
@@ -33,7 +27,7 @@ def test_late_copies_of_slices_change_no_bit(name: str) -> None:
         model: nn.Module = one.build(0.1)
         with late_engine(model, config_of(2, 0.5, SLICES), 1, adamw) as engine:
             if from_host:
-                take_slices_from_host(engine)
+                take_from_host(engine)
             train_groups(engine, [group_of(one, ROWS)] * 2)
             assert engine.plan is not None and engine.plan.policy.slices_from_host is from_host
         models.append(weights_of(model))
@@ -47,7 +41,7 @@ def test_bytes_and_peak_of_slices_are_those_of_the_plan(name: str, count: int, t
     one = family(name)
     config = config_of(count, None, {**SLICES, "tokens": tokens})
     with engine_for(one.build(0.0), small_sgd, config, device=SimDevice()) as engine:
-        take_slices_from_host(engine)
+        take_from_host(engine)
         train_groups(engine, [group_of(one, (5,) * count)])
         assert engine.plan is not None
         report, swaps = engine.memory_report(), engine.swap_report()
