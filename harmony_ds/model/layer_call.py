@@ -207,7 +207,7 @@ class LayerCalls:
         number: int,
         weights: Callable[[], AbstractContextManager[Leaves]],
         inter_layer: InterLayerGraph,
-        record: Callable[[RecordedCall], None],
+        record: Callable[[RecordedHead], None],
     ) -> TokenTensor | None:
         """Do what `open_head` does for a forward pass that runs by itself: its backward pass comes later, by records.
 

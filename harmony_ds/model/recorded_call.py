@@ -123,10 +123,12 @@ class RecordedHead(RecordedCall):
     Attributes:
         work: what is run again, tile by tile.
         beside: its operands that get gradients of their own.
+        is_of_program: whether it was made after the model's forward had returned the output.
     """
 
     work: TiledWork | None = None
     beside: Sequence[Beside] = ()
+    is_of_program: bool = False
 
 
 def norms_of(outputs: list[Tensor]) -> list[float]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -477,6 +477,19 @@ def compute_in_tiles(work: TiledWork) -> list[Tensor]:
         ANCHOR, work, beside, work.head.hidden, *[operand.value for operand in beside]
     )
     return list(made)
+
+
+def loss_of_works(works: Sequence[TiledWork], head: HeadCall) -> Tensor | None:
+    """Return a loss of all that `works` leave, of the same functions of the output of `head`, a call with as many tokens.
+
+    To be measured: each value gets a gradient of its own, as from the program's loss. None: gradients may go to tensors
+    beside the tokens' values, or nothing gets any.
+    """
+    if any(tensors_beside(work.expression) for work in works):
+        return None
+    made = [one for work in works for one in compute_in_tiles(replace(work, head=head)) if one.requires_grad]
+    sums = [one.float().square().sum() for one in made]
+    return sum(sums[1:], sums[0]) if sums else None
 
 
 def stand_in_with_graph(work: TiledWork, make: Callable[[], Tensor], values_dim: int) -> Tensor:

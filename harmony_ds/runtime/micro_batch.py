@@ -18,9 +18,9 @@ from harmony_ds.model.graph_cut import cut, explaining_errors, reachable_nodes
 from harmony_ds.model.inter_layer import InterLayerGraph
 from harmony_ds.model.intercept import Autocast, ContextFactory, Request
 from harmony_ds.model.own_settings import LaneSettings, ModuleSettings, in_force
-from harmony_ds.model.recorded_call import RecordedCall
+from harmony_ds.model.recorded_call import RecordedCall, RecordedHead
 from harmony_ds.model.targets import GradientSum
-from harmony_ds.model.token_expression import HeadCall
+from harmony_ds.model.token_expression import HeadCall, TiledWork
 from harmony_ds.model.token_tensor import TokenTensor
 from harmony_ds.model.trees import map_tensors, tensors_in
 from harmony_ds.offload.crossing_tensors import CrossingOnHost
@@ -142,10 +142,17 @@ class MicroBatch:
         """Note that it has the output of a head's call at `position`, which is the last one."""
         self.heads.append((position, layer, head))
 
-    def record_of_head(self, number: int, call: RecordedCall) -> None:
+    def record_of_head(self, number: int, call: RecordedHead) -> None:
         """Note a record of head `number` of those that were opened, of what the program has made of its output."""
         position, *_ = self.heads[number]  # as it is now
+        call.is_of_program = self.forward_done
         self.calls.append((position, call))
+
+    @property
+    def works_of_program(self) -> list[TiledWork]:
+        """What the program, not the model, has computed of the outputs of heads that it has, with a graph."""
+        heads = [call for _, call in self.calls if isinstance(call, RecordedHead) and call.is_of_program]
+        return [head.work for head in heads if head.work is not None]
 
     def close_heads(self, close: Callable[[int, HeadCall], None]) -> None:
         """Compute nothing of heads' outputs any more: weights are about to change. `close`: of one head of a layer."""

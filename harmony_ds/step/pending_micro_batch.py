@@ -20,6 +20,7 @@ from torch import Tensor
 from harmony_ds.errors import BatchError, UnsupportedError, UsageError
 from harmony_ds.model.graph_cut import reachable_nodes
 from harmony_ds.model.intercept import Autocast
+from harmony_ds.model.token_expression import loss_of_works
 from harmony_ds.model.token_tensor import TokenTensor, is_not_computed
 from harmony_ds.model.trees import map_tensors, tensors_in
 from harmony_ds.model.untouched import is_for_measuring
@@ -202,8 +203,13 @@ class PendingMicroBatch:
         flags, passes = self.micro_batch.state.modes.flags, len(self.loss.members)
         if passes > 1:
             return flags + f"a loss of {passes} forward passes".encode()
-        makes_loss = any(output.shape.numel() != 1 for output in self.loss.outputs_used)
+        makes_loss = self.makes_loss_in_tiles or any(one.shape.numel() != 1 for one in self.loss.outputs_used)
         return flags + (b"a loss of the program's" if makes_loss else b"")
+
+    @property
+    def makes_loss_in_tiles(self) -> bool:
+        """Whether the program has made its loss in tiles of tokens, of outputs that a forward pass alone has given it."""
+        return self.stage is Stage.RECEIVED and bool(self.micro_batch.works_of_program)
 
     @property
     def inputs_beside(self) -> list[Any]:
@@ -411,6 +417,9 @@ class PendingMicroBatch:
         used = [
             (node, node.read) for node in self.loss.outputs_used if node.sources[0] is self and node.read is not None
         ]
+        heads = {one.head for one in tensors_in(outputs) if isinstance(one, TokenTensor)}
+        if self.makes_loss_in_tiles and len(heads) == 1:
+            return loss_of_works(self.micro_batch.works_of_program, heads.pop())
         # Other micro-batches of a shared loss are represented by zeros as large as their outputs: tiles are to avoid those.
         in_tiles = len(self.loss.members) > 1 and any(map(is_not_computed, tensors_in(outputs)))
         with suppress(BatchError):

@@ -666,8 +666,8 @@ class Step:
     def _with_unmeasured_loss(self, wanted: Sequence[PendingMicroBatch]) -> PendingMicroBatch | None:
         """Return the last micro-batch of a loss that is not measured yet; None: all are."""
         for pending in wanted:
-            makes_loss = pending.stage is Stage.QUEUED and pending is pending.loss.members[-1]
-            if makes_loss and not self._has_measured(pending):
+            makes_loss = pending.stage is Stage.QUEUED or pending.makes_loss_in_tiles
+            if makes_loss and pending is pending.loss.members[-1] and not self._has_measured(pending):
                 return pending
         return None
 

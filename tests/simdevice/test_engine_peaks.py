@@ -195,6 +195,8 @@ def train_reading(engine: HarmonyEngine, read: Callable[[HarmonyEngine, int], Te
         (read_loss, "host", 16),
         (read_logits, "host", "off"),
         (read_logits, "device", "off"),
+        (read_logits, "host", 16),
+        (read_logits, "device", 16),
     ],
 )
 def test_what_waits_of_micro_batches_that_are_read_early_is_planned(
