@@ -18,6 +18,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
+import torch
+
 from harmony_ds.assembly.assemble import assemble
 from harmony_ds.config import Config, Section, for_loaded_model, trained_dtypes
 from harmony_ds.config.harmony import ResidencyChoice
@@ -30,6 +32,7 @@ from harmony_ds.errors import ConfigError, DoesNotFitError, ModelError, ProfileE
 from harmony_ds.estimate.subject import Subject
 from harmony_ds.model.intercept import Autocast
 from harmony_ds.model.trees import map_tensors
+from harmony_ds.optim.device_optimizer import is_stepped_on_device
 from harmony_ds.profiling.hardware import Hardware, KernelRates, UpdateCost
 from harmony_ds.profiling.profiler import IN_LAYERS, SEVERAL, TOKENS
 from harmony_ds.profiling.roofline import RooflineClock, on_meta
@@ -101,14 +104,19 @@ class Survey:
         return replace(self, profile=profile, request=request, may_join=False)
 
     def under(self, config: Config) -> Survey:
-        """Return the survey for a quick search under a ds_config with other gradients, stash, or micro-batches in a step.
+        """Return the survey for a quick search under a ds_config with other gradients, stash, optimizer state, or
+        micro-batches in a step.
 
         Layers and costs stay as they are: `config` must leave model, dtype and micro-batch as they were surveyed.
         """
         request, steps = self.request, config.gradient_accumulation_steps
         request = replace(
             request,
-            settings=replace(request.settings, stash=config.harmony.stash),
+            settings=replace(
+                request.settings,
+                stash=config.harmony.stash,
+                residency=_residency_under(config, request.settings.residency),
+            ),
             policy=replace(request.policy, deferred_update=config.deferred_update),
             micro_batches=-(-steps // request.policy.joined_count),
             thorough=False,
@@ -298,20 +306,29 @@ def _without_updates_on_device(residency: ResidencyChoice) -> ResidencyChoice:
     return "kept" if residency in ("auto", "kept") else "off"
 
 
+def _residency_under(config: Config, residency: ResidencyChoice) -> ResidencyChoice:
+    """Return how packs may stay on the device: as `residency` says, unless the ds_config lets the engine update none there.
+
+    See `DeviceOptimizer.refusal`.
+    """
+    optimizer = config.optimizer or _ADAM
+    device_steps_alike = optimizer.params.get("bias_correction") is not False or optimizer.params.get("torch_adam")
+    masters_are_whole = config.disk_folder is None and not config.harmony.split_masters
+    masters_are_fp32 = config.master_dtype == torch.float32
+    if masters_are_whole and masters_are_fp32 and device_steps_alike and is_stepped_on_device(optimizer.type):
+        return residency
+    return _without_updates_on_device(residency)
+
+
 def _config_on_meta(config: Config) -> Config:
     """Return the ds_config for an engine on the meta device: with an optimizer, without any file or disk, and with whole
     masters, since split ones are made of values.
     """
-    optimizer, residency = config.optimizer or _ADAM, config.harmony.residency
-    options = optimizer.params
-    device_steps_alike = options.get("bias_correction") is not False or options.get("torch_adam")
-    masters_are_whole = config.disk_folder is None and not config.harmony.split_masters
-    if not (masters_are_whole and device_steps_alike):
-        residency = _without_updates_on_device(residency)
+    residency = _residency_under(config, config.harmony.residency)
     settings = replace(
         config.harmony, plan=None, profile=None, residency=residency, progress=False, split_masters=False
     )
-    return replace(config, optimizer=optimizer, harmony=settings, disk_folder=None, weights_folder=None)
+    return replace(config, optimizer=config.optimizer or _ADAM, harmony=settings, disk_folder=None, weights_folder=None)
 
 
 def _survey(

@@ -171,6 +171,11 @@ class DeviceOptimizer:
         return self._host.optimizer.param_groups[self._host.group_of(name)]
 
 
+def is_stepped_on_device(name: str) -> bool:
+    """Return whether the optimizer of this name in a ds_config can step parameters on the device, see `refusal`."""
+    return name.lower() in {known.lower() for known in _TEMPORARIES}
+
+
 def _torch_class_of(optimizer: torch.optim.Optimizer) -> str:
     """Return the name of the torch class whose step `optimizer` uses; "": the memory of its step is not known."""
     classes = type(optimizer).__mro__

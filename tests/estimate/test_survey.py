@@ -239,6 +239,33 @@ def test_packs_do_not_stay_where_the_engine_lets_none_stay(more: dict[str, Any],
     assert found.request.settings.residency == stays
 
 
+_BF16_MASTERS = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+
+
+@pytest.mark.parametrize(
+    ("more", "stays"),
+    [
+        ({"gradient_clipping": 1.0}, "auto"),
+        ({"harmony": {"device": "cpu", "split_masters": True}}, "kept"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "."}}}, "kept"),
+        ({"optimizer": {"type": "Lion", "params": {}}}, "kept"),
+        ({"bf16": _BF16_MASTERS, "zero_optimization": {"stage": 1}}, "kept"),
+        ({"optimizer": {"type": "Adagrad", "params": {}}}, "auto"),
+    ],
+)
+def test_a_change_lets_packs_stay_where_the_engine_would_let_them_stay_after_it(
+    more: dict[str, Any], stays: str
+) -> None:
+    hardware, one = replace(HARDWARE, disk_gb_per_s=3.0), family("gpt2")
+    changed = config_of(**{"bf16": {"enabled": True}, **more})
+
+    def estimated_under(config: Config) -> Survey:
+        return estimate(Subject(built_on_meta(one, 0.0), on_meta_device(one.batch(0))), config, hardware)
+
+    assert estimated_under(config_of(bf16={"enabled": True})).under(changed).request.settings.residency == stays
+    assert estimated_under(changed).request.settings.residency == stays
+
+
 def test_the_budget_is_the_ds_configs_or_what_the_engine_would_take() -> None:
     model, inputs = llama("llama-2-7b", 1, 128)
     small = config_of(harmony={"device_memory_gib": 3})
