@@ -29,12 +29,14 @@ class HostCopy:
 
     Attributes:
         tensor: the copy, in the memory of `buffer`.
+        left: event after the copy out.
         is_crossing: whether it is the copy of a crossing tensor, too, which comes back to the device without the stash.
         is_cut: whether slices of it have been copied to the device.
     """
 
     buffer: HostBuffer
     tensor: Tensor
+    left: Event
     is_crossing: bool = False
     is_cut: bool = False
 
@@ -144,7 +146,7 @@ class Stash:
             entry.check()
             if entry.host is None:
                 entry.host = self.copy_out(entry, tensor)
-                entry.arrived = device.record(Stream.SWAP_OUT)
+                entry.arrived = entry.host.left
                 self._copies_out[device.number].append((entry.arrived, tensor))
             elif entry.arrived is not None:
                 self._wait_for(entry.arrived, entry)
@@ -162,7 +164,7 @@ class Stash:
             entry = StashEntry(tensor, "")
             setattr(tensor, _ENTRY, entry)
             entry.host = host = self.copy_out(entry, tensor.detach())
-            entry.arrived = self._device.record(Stream.SWAP_OUT)
+            entry.arrived = host.left
         entry.device_tensor, host.is_crossing = None, True
         return entry, is_copied
 
@@ -189,7 +191,7 @@ class Stash:
             host = buffer.tensor(tensor.shape, strides, tensor.dtype)
             host.copy_(tensor, non_blocking=True)
         self._ledger.book_out(TrafficKind.ACTIVATIONS, tensor.nbytes)
-        return HostCopy(buffer, host)
+        return HostCopy(buffer, host, self._device.record(Stream.SWAP_OUT))
 
     def free_copied(self) -> None:
         """Drop the device tensors whose copies to the host were issued by earlier swap-outs."""
@@ -255,6 +257,9 @@ class Stash:
         if entry.device_tensor is not None:
             return part
         copied = torch.empty_like(part, device=self._device.torch_device)
+        if entry.host is not None and copied.stride() != part.stride():
+            # A part in several pieces (rows in the second dimension) is gathered by the host, when the copy is issued.
+            entry.host.left.synchronize()
         with torch.no_grad():
             copied.copy_(part, non_blocking=True)
         self._ledger.book_in(TrafficKind.ACTIVATIONS, copied.nbytes)

@@ -8,7 +8,8 @@
                      gave back may be handed out to it by its next allocation (as CUDA's caching allocator would), so
                      every other stream's use must be ordered before that
     host memory      page-locked buffers must be given back before they are dropped, and be left alone while a queued
-                     copy reads or writes them
+                     copy reads or writes them. What lies there in several pieces (columns of a matrix) is gathered by the
+                     host when its copy is issued, as CUDA's copy_ does
 
 `LateSimDevice` is the device that counts every byte, late; `LateCpuDevice` is the CPU device, late: for processes, whose
 collectives take tensors of the CPU alone. Several of them (`beside`) share their streams and make a DeviceGroup: a kernel
@@ -43,7 +44,7 @@ from harmony_ds.device import CpuDevice, Event, Stream
 from harmony_ds.device.cpu import HostStreamDevice
 from tests.simdevice.device import SimDevice
 from tests.simdevice.order import Block, Clock, Order, Who, name_of
-from tests.simdevice.tensors import TensorRef, operands, poisoned, same_bits, tensors_in
+from tests.simdevice.tensors import TensorRef, move_in_one_piece, operands, poisoned, same_bits, tensors_in
 
 _GRAIN = 512
 """Bytes; CUDA's caching allocator hands out multiples of it."""
@@ -263,6 +264,8 @@ class LateStreams:
                     self.order.reports.append(f"{func} takes operands on devices {sorted(set(places))}")
             if func is _COPY and who is not _HOST and self._crosses_the_link(args[0], args[1]):
                 if args[2] if len(args) > 2 else kwargs.get("non_blocking", False):
+                    if not self._is_page_locked(args[0]) and not move_in_one_piece(args[0], args[1]):
+                        return self._copy_gathered(who, args[0], args[1])
                     return self._copy_late(who, args[0], args[1])
                 self._event(who).synchronize()
             if who is not _HOST and who[1] is Stream.PEER and not func.is_view:
@@ -321,6 +324,15 @@ class LateStreams:
             if who is not _HOST and self._is_on_device(tensor):
                 number = who[0] if tensor.device.index is None else tensor.device.index
                 self._own((number, who[1]), tensor, name)
+
+    def _copy_gathered(self, who: Who, target: Tensor, source: Tensor) -> Tensor:
+        """Copy what lies in several pieces of page-locked memory: the host gathers it before the call returns."""
+        for by, tensor, write in ((_HOST, source, False), (who, target, True)):
+            block = self._block(tensor)
+            if block is not None:
+                self.order.access(by, block, write, "a copy that the host gathers")
+        with self._here.unwatched():
+            return target.copy_(source)
 
     def _copy_late(self, who: Who, target: Tensor, source: Tensor) -> Tensor:
         """Queue a copy between the device and page-locked memory, or another device."""

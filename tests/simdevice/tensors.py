@@ -53,6 +53,12 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
+def move_in_one_piece(a: Tensor, b: Tensor) -> bool:
+    """Return whether a copy of one to the other is that of one run of bytes."""
+    strides = [(x, y) for x, y, size in zip(a.stride(), b.stride(), a.shape, strict=True) if size > 1]
+    return all(x == y for x, y in strides) and bool(torch.ops.aten.is_non_overlapping_and_dense(a))
+
+
 def poisoned(tensor: Tensor) -> Tensor:
     if tensor.is_floating_point():
         tensor.detach().fill_(float("nan"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from harmony_ds.scheduler.swaps import swaps_of
 from tests.engine.drive import adamw, config_of, engine_for, family, small_sgd, train_groups, weights_of
@@ -30,6 +30,38 @@ def test_late_copies_of_slices_change_no_bit(name: str) -> None:
                 take_from_host(engine)
             train_groups(engine, [group_of(one, ROWS)] * 2)
             assert engine.plan is not None and engine.plan.policy.slices_from_host is from_host
+        models.append(weights_of(model))
+    there, here = models
+    assert all(torch.equal(value, there[key]) for key, value in here.items())
+
+
+class TokensFirst(nn.Module):
+    """A model whose layers take (tokens, rows, width): a slice of rows is no run of bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(32, 16)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3))
+
+    def forward(self, ids: Tensor) -> dict[str, Tensor]:
+        hidden = self.embedding(ids.t().contiguous())
+        for block in self.blocks:
+            hidden = block(hidden) + hidden
+        return {"loss": hidden.square().mean()}
+
+
+def test_late_copies_of_slices_of_a_second_dimension_change_no_bit() -> None:
+    models = []
+    for from_host in (False, True):
+        torch.manual_seed(0)
+        model = TokensFirst().train()
+        with late_engine(model, config_of(2, 0.5, SLICES), 1, adamw) as engine:
+            if from_host:
+                take_slices_from_host(engine)
+            groups = [[{"ids": torch.randint(32, (rows, 6))} for rows in ROWS] for _ in range(2)]
+            train_groups(engine, groups)
+            assert engine.plan is not None and engine.plan.policy.slices_from_host is from_host
+            assert engine.plan.policy.backward_rows == 2
         models.append(weights_of(model))
     there, here = models
     assert all(torch.equal(value, there[key]) for key, value in here.items())

@@ -136,6 +136,20 @@ def test_a_copy_to_the_host_on_the_compute_stream_is_late_for_the_host_alone() -
         assert host.tolist() == [1.0]
 
 
+def test_the_host_gathers_what_lies_in_several_pieces_when_its_copy_is_issued(device: LateCpuDevice) -> None:
+    for waits in (True, False):
+        values = torch.arange(4.0)
+        device.wait(Stream.SWAP_OUT, device.record(Stream.COMPUTE))
+        columns = swap_out(device, values).view(2, 2)[:, :1]
+        left = device.record(Stream.SWAP_OUT)
+        device.wait(Stream.COMPUTE, left)  # orders what streams do, not the host
+        if waits:
+            left.synchronize()
+        there = torch.empty(2, 1).copy_(columns, non_blocking=True)
+        assert reported(device, "gathers on the host reads a page-locked buffer") is not waits
+        assert not waits or there.flatten().tolist() == [0.0, 2.0]
+
+
 def test_page_locked_memory_is_given_back_once_and_before_it_is_dropped(device: LateCpuDevice) -> None:
     host = page_locked(device, [1.0])
     with pytest.raises(AssertionError, match="1 buffers are still page-locked"):

@@ -99,6 +99,18 @@ def test_a_stash_comes_back_after_the_work_that_may_still_use_its_memory(device:
     stash.destroy()
 
 
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_slice_of_a_stash_on_the_host_is_read_after_it_has_come_there(device: LateCpuDevice, dim: int) -> None:
+    stash = Stash(device, Ledger())
+    entry = stash.put(torch.arange(12.0).view(4, 3), "block")
+    stash.swap_out([entry])
+    whole = stash.tensor_to_cut(entry)
+    there = stash.copy_slice(entry, whole.narrow(dim, 1, 2))
+    assert torch.equal(there, torch.arange(12.0).view(4, 3).narrow(dim, 1, 2))
+    assert_in_order(device)
+    stash.destroy()
+
+
 def _drop_by_release(stash: Stash, entry: StashEntry) -> None:
     stash.release(entry)
 
