@@ -153,12 +153,11 @@ class TokenTensor(torch.Tensor):
         for one in self._family:
             one.whole()
 
-    def copy_to_host(self, make: Callable[[int, torch.dtype], Tensor]) -> Tensor:
-        """Return a copy on the host, computed tile by tile; `make`: allocates so many elements of a dtype there."""
+    def copy_to_host(self, host_type: str) -> Tensor:
+        """Return a copy on the host, computed tile by tile; `host_type`: torch's device type of host memory."""
         if self.is_computed:
-            made = make(self.numel(), self.dtype).view(self.shape)
-            return made.copy_(self.whole().detach())
-        made = make(self.numel(), self.dtype).view(-1, self.width)
+            return torch.empty(self.shape, dtype=self.dtype, device=host_type).copy_(self.whole().detach())
+        made = torch.empty(self.numel(), dtype=self.dtype, device=host_type).view(-1, self.width)
         work = TiledWork(self.head, self.expression, self.places.reshape(-1), has_graph=False)
         with torch.no_grad(), self.head.holding_weights():
             for first, places in work.tiles():

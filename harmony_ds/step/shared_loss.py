@@ -170,7 +170,7 @@ def _copy_to_keep(member: Any, value: Tensor) -> Tensor:
         return value.detach().clone()
     micro_batch: MicroBatch = member.micro_batch
     if isinstance(value, TokenTensor):
-        return value.copy_to_host(micro_batch.device.host_empty)
+        return value.copy_to_host(micro_batch.device.host_type)
     return micro_batch.device.host_copy(value.detach(), non_blocking=value.device == micro_batch.home)
 
 

@@ -115,6 +115,18 @@ def test_a_loop_trains_as_plain_pytorch(name: str, setting: Setting, monkeypatch
     assert actual == pytest.approx(means_of(losses), rel=0.0 if one.bitwise else 1e-6)
 
 
+def test_logits_of_tiles_that_a_program_keeps_are_copied_to_memory_that_goes_with_them() -> None:
+    kept: list[Tensor] = []
+    with late_engine(LLAMA.build(0.0), config_of(3, 0.5, {"pack_layers": 1, "tokens": 8}), 1) as engine:
+        for batch in (batch for group in GROUPS for batch in group):
+            outputs = engine(**batch)
+            engine.backward(outputs.loss)
+            kept.append(outputs.logits)
+            engine.step()
+        assert kept[0].isfinite().all()
+    # In the end no memory is page-locked, as `late_engine` checks.
+
+
 # ---- failures in mid-step
 
 
