@@ -107,7 +107,8 @@ def _device_bytes_per_ms(device: Device) -> tuple[float, float, float]:
     count = min(most, (device.budget_bytes or most * 64) // 64)
     on_host = device.host_empty(count, torch.float32).zero_()
     also_on_host = device.host_empty(count, torch.float32).zero_()
-    on_device = device.upload(on_host)
+    # Memory of the compute stream: an upload's would stay in the pool of another stream, and be missing for plans.
+    on_device = torch.zeros(count, device=device.torch_device)
     also_on_device = torch.empty_like(on_device)
 
     def swap_out() -> None:
