@@ -188,7 +188,8 @@ class Beside:
         if self.token_shape is None:
             return value
         whole = value.expand(*self.token_shape, value.shape[-1])
-        taken = whole[torch.unravel_index(places.to(value.device), self.token_shape)]
+        # Worked out on the host: on the device, torch would copy the sizes there, and wait for that.
+        taken = whole[tuple(_moved(one, value.device) for one in torch.unravel_index(places, self.token_shape))]
         return taken.view(*[1] * (rank - 1), *taken.shape)
 
 
@@ -296,7 +297,12 @@ class Tile:
 def _taken(hidden: Tensor, tokens: Tensor) -> Tensor:
     """Return the hidden states of `tokens`: a view, if they lie one after the other."""
     first = _first_of_run(tokens)
-    return hidden[tokens.to(hidden.device)] if first is None else hidden.narrow(0, first, tokens.numel())
+    return hidden[_moved(tokens, hidden.device)] if first is None else hidden.narrow(0, first, tokens.numel())
+
+
+def _moved(places: Tensor, device: torch.device) -> Tensor:
+    """Return places of the host on a device, without waiting for it: they are read before the call returns."""
+    return places.to(device, non_blocking=True)
 
 
 def _first_of_run(tokens: Tensor) -> int | None:
@@ -450,7 +456,7 @@ def _add_of_tile(total: Tensor, runs: list[tuple[Tensor, GradientSum]]) -> None:
             continue
         first = _first_of_run(tokens)
         if first is None:
-            total.index_add_(0, tokens.to(total.device), gradient)
+            total.index_add_(0, _moved(tokens, total.device), gradient)
         else:
             total.narrow(0, first, tokens.numel()).add_(gradient)
 

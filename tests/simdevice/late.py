@@ -268,6 +268,8 @@ class LateStreams:
                         return self._copy_gathered(who, args[0], args[1])
                     return self._copy_late(who, args[0], args[1])
                 self._event(who).synchronize()
+            elif who is not _HOST and self._waits_for_pageable(func, args, kwargs):
+                self._event(who).synchronize()
             if who is not _HOST and who[1] is Stream.PEER and not func.is_view:
                 if func is _TO_COPY and places and places[0] != who[0]:
                     with self._here.unwatched():
@@ -280,6 +282,23 @@ class LateStreams:
             with self._lock:
                 self._note(who, func, args, kwargs, result)
         return result
+
+    def _waits_for_pageable(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether an operation copies between a device and host memory that is not page-locked, and waits for its stream.
+
+        Into the device, such a copy waits unless it is `non_blocking`: what it copies is staged before the call returns.
+        """
+        if func is _COPY:
+            target, source = args[0].device.type, args[1].device.type
+            non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+        elif func is _TO_COPY and kwargs.get("device") is not None:
+            target, source = torch.device(kwargs["device"]).type, args[0].device.type
+            non_blocking = kwargs.get("non_blocking", False)
+        else:
+            return False
+        if {target, source} != {"cpu", self._device_type}:
+            return False
+        return target == "cpu" or not non_blocking
 
     def _crosses_the_link(self, target: Tensor, source: Tensor) -> bool:
         """Whether a copy goes between page-locked memory and a device."""
