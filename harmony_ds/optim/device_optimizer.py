@@ -13,7 +13,7 @@ replaced by torch's of the same formula. Parameters and states share no memory w
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -77,11 +77,25 @@ class DeviceOptimizer:
     def step(self, parameters: Mapping[str, nn.Parameter], gradients: Mapping[str, Tensor], hyper: Hyper) -> None:
         """Step those of `parameters` once that have a gradient (both fp32, on the device)."""
         values = tuple(map(self._values, hyper))
-        # Not fused, one by one: torch's loops keep a parameter's intermediate results while they compute the next one's.
-        batches = [gradients] if self._fused else [{name: gradient} for name, gradient in gradients.items()]
-        for batch in batches:
+        for batch in self._batches(parameters, gradients):
             with self._host.filled(self._part, parameters, batch, values):
                 self._part.step()
+
+    def _batches(
+        self, parameters: Mapping[str, nn.Parameter], gradients: Mapping[str, Tensor]
+    ) -> Iterator[Mapping[str, Tensor]]:
+        """Yield the gradients of the parameters that one call of torch's optimizer steps."""
+        if not self._fused:
+            # One by one: torch's loops keep a parameter's intermediate results while they compute the next one's.
+            for name, gradient in gradients.items():
+                yield {name: gradient}
+            return
+        # In one call, fused SGD begins the momentum of all parameters or of none.
+        begun = {name: gradient for name, gradient in gradients.items() if self.state.get(parameters[name])}
+        fresh = {name: gradient for name, gradient in gradients.items() if name not in begun}
+        for batch in (begun, fresh):
+            if batch:
+                yield batch
 
     def _values(self, values: Mapping[str, Any]) -> dict[str, Any]:
         if self._on_host:

@@ -96,6 +96,25 @@ def test_alternating_steps_on_host_and_device_equal_those_of_one_optimizer(make:
     assert all(torch.equal(parameters[name], plain[name]) for name in plain)
 
 
+@pytest.mark.parametrize("make", [lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5), torch.optim.AdamW])
+def test_fused_steps_take_parameters_whose_first_gradient_comes_later(make: Any) -> None:
+    """torch's fused optimizers, as they run on CUDA, run on the CPU, too."""
+    host, device, parameters = pair(make)
+    device._fused, device._on_host = True, False
+    plain = copy.deepcopy(parameters)
+    optimizer = make(list(plain.values()))
+    for step in range(3):
+        gradients = gradients_for(parameters, step)
+        if step == 0:
+            del gradients["bias"]  # of an expert that no token has come to
+        for name, parameter in plain.items():
+            parameter.grad = gradients[name].clone() if name in gradients else None
+        optimizer.step()
+        device.step(parameters, gradients, host.hyper())
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(parameter, plain[name])
+
+
 def test_a_synced_state_is_synced_before_it_is_read() -> None:
     looked: list[object] = []
     state = SyncedState({1: "one", 2: "two"}, looked.append)
