@@ -15,6 +15,8 @@ import sys
 import pytest
 from suite import ROOT, device, results_folder
 
+_HUNG_S, _LOOKED_AT_S = 150, 120
+"""A test of a GPU that takes so long hangs, and fails, so that the others run; shortly before, all stacks are printed."""
 _ON_CUDA = {
     "engine": ["-m", "gpu", "tests/gpu/test_cuda.py"],
     "bases": ["-m", "gpu", "tests/gpu/test_quantized.py", "tests/gpu/test_long_rows.py"],
@@ -33,7 +35,10 @@ def main() -> int:
     chosen = (_ON_CUDA if device() == "cuda" else _ON_CPU)[part]
     paths = [str(ROOT / one) if one.startswith("tests/") else one for one in chosen]
     file = results_folder() / ("correctness.xml" if part == "engine" else f"correctness-{part}.xml")
-    return int(pytest.main([f"--rootdir={ROOT}", "-v", "-rfs", "--tb=short", f"--junitxml={file}", *paths]))
+    options = [f"--rootdir={ROOT}", "-v", "-rfs", "--tb=short", f"--junitxml={file}"]
+    if device() == "cuda":
+        options += [f"--timeout={_HUNG_S}", "-o", f"faulthandler_timeout={_LOOKED_AT_S}"]
+    return int(pytest.main([*options, *paths]))
 
 
 if __name__ == "__main__":

@@ -210,8 +210,17 @@ def no_synchronization() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_no_host_synchronization_in_the_steady_state() -> None:
-    with engine_for(decoder(), torch.optim.AdamW, config(pack_layers=2, stash="host")) as engine:
+STEADY: dict[str, dict[str, Any]] = {
+    "whole calls": {},
+    "joined calls": {"micro_batch": {"forward": 8, "backward": 4}},
+    "slices": {"micro_batch": {"forward": 1, "backward": 1}},
+    "tiles of tokens": {"tokens": {"head": 48, "layers": 32}},
+}
+
+
+@pytest.mark.parametrize("harmony", STEADY.values(), ids=STEADY)
+def test_no_host_synchronization_in_the_steady_state(harmony: dict[str, Any]) -> None:
+    with engine_for(decoder(), torch.optim.AdamW, config(pack_layers=2, stash="host", **harmony)) as engine:
         data = ids()
         for _ in range(2):
             engine.train_batch(data)

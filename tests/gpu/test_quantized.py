@@ -48,6 +48,9 @@ def sgd_of(model: nn.Module) -> torch.optim.Optimizer:
 def train_on_cuda(model: nn.Module) -> list[list[float]]:
     """Forward and backward on the GPU, the update of what is trained on the host, so that both sides round it alike."""
     model.to("cuda")
+    for module in model.modules():
+        if hasattr(module, "quant_state") and module.quant_state is not None:
+            module.quant_state.to("cuda")  # of a parametrization; a kernel would read the host's memory without a check
     own = {name: p for name, p in model.named_parameters() if p.requires_grad}
     masters = {name: p.detach().cpu().requires_grad_() for name, p in own.items()}
     optimizer = torch.optim.SGD(masters.values(), lr=1e-2)

@@ -69,7 +69,7 @@ SETTINGS = {
     "deferred, residents": Setting({"stash": "host", "residency": 2}, clip=0.5, tied=True),
     "all resident": Setting({"residency": 100}, clip=0.5),
     "bf16": Setting({"stash": "host", "residency": 1}, clip=0.5, more=HALF),
-    "tiles of tokens": Setting({"stash": "host", "tokens": 3}, clip=0.5),
+    "tiles of tokens": Setting({"stash": "host", "tokens": {"head": 3, "layers": 2}}, clip=0.5),
     "joined calls": Setting({"stash": "host", "micro_batch": {"forward": 4, "backward": 4}}, clip=0.5),
     "slices": Setting({"stash": "host", "micro_batch": {"forward": 1, "backward": 1}}, clip=0.5),
     "one micro-batch": Setting({"stash": "host"}, clip=0.5, accumulation=1),
