@@ -54,6 +54,7 @@ def config(**harmony: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.filterwarnings("ignore:a loss or an output was looked at:RuntimeWarning")
 def test_a_chain_of_engines_divides_gradients_once() -> None:
     """Hooks of a backward pass on a GPU run on a thread of autograd's, unless the engine has them run on its own."""
     for by_engine in (False, True):
@@ -331,13 +332,14 @@ def test_after_out_of_memory_a_larger_budget_trains_as_if_nothing_had_happened()
     group = [next(data) for _ in range(GROUP)]
     with engine_for(expected, fast_sgd, config(pack_layers=1)) as engine:
         engine.train_batch(iter(group))
-        peak = engine.memory_report().device_peak_bytes
 
     before = torch.cuda.memory_allocated()
     torch.cuda.empty_cache()  # a budget is for what the allocator asks CUDA for: what it keeps, it may use
+    # A layer's weights and gradients take 5 MiB, and `initialize` refuses less; activations come beside them.
+    budget = CudaDevice(0).reserve_bytes() + 6 * 2**20
     with (
-        engine_for(model, fast_sgd, config(pack_layers=1, device_memory_gib=peak / 8 / 2**30)) as engine,
-        pytest.raises(harmony_ds.DoesNotFitError, match="of which libraries' workspaces"),
+        engine_for(model, fast_sgd, config(pack_layers=1, device_memory_gib=budget / 2**30)) as engine,
+        pytest.raises(harmony_ds.DoesNotFitError, match="libraries'"),
     ):
         engine.train_batch(iter(group))
     gc.collect()
