@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._functorch import config as functorch_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules import module as torch_module
 from torch.overrides import TorchFunctionMode
@@ -198,7 +199,7 @@ class _Given:
 
 
 def _trace(call: ModuleCall, given: Sequence[_Given], count: int) -> _Traced:
-    fake = FakeTensorMode()
+    fake = _mode_without_addresses()
     trace = TokenTrace(count)
     with _disable_current_modes(), _nothing_changed(call.module), fake:
         inputs = [trace.given(one.fake(count), one.place) for one in given]
@@ -221,6 +222,16 @@ def _trace(call: ModuleCall, given: Sequence[_Given], count: int) -> _Traced:
         outputs, constants = trace.outputs_among(leaves)
         held = sum(t.numel() * t.element_size() for t, one in zip(inputs, given, strict=True) if one.place is not None)
         return _Traced(trace.operations, constants, outputs, structure, trace.inner_bytes(leaves), held)
+
+
+def _mode_without_addresses() -> FakeTensorMode:
+    """Return a mode of fake tensors that raise an error when they are asked for their address.
+
+    A kernel that is launched past torch's operators (in Triton, as Liger's are, or by an extension) would take address 0,
+    and after an illegal access CUDA is of no use to the process any more.
+    """
+    with functorch_config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
+        return FakeTensorMode()
 
 
 def _fake_state(module: nn.Module, trace: TokenTrace) -> Iterator[tuple[dict[str, Any], str, Any]]:

@@ -211,6 +211,21 @@ def test_what_takes_tokens_together_is_not_proved(name: str) -> None:
     assert hidden._version == 0
 
 
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_a_kernel_that_is_launched_past_torchs_operators_gets_no_address() -> None:
+    """As Triton's are: on a GPU, one that runs on address 0 ends CUDA for the process."""
+    launched: list[int] = []
+
+    def kernel(module: Any, hidden: Tensor) -> Tensor:
+        result = torch.empty(hidden.shape)
+        launched.append(result.data_ptr())
+        return result
+
+    with pytest.raises(TokensMixedError, match=r"cannot be traced: .*Cannot access data pointer"):
+        proof_of(Calling(kernel), hidden_states())
+    assert not launched
+
+
 def test_hooks_on_inner_modules_are_refused_and_own_ones_are_not() -> None:
     module = Calling(lambda m, x: m.inner(x).relu())
     module.register_forward_hook(lambda *_: None)
