@@ -73,7 +73,8 @@ def test_a_row_of_32k_tokens_trains_in_tiles_under_a_budget_that_its_logits_exce
     assert all(6 < loss < 12 for group in losses for loss in group)  # near ln(8192) = 9.0
 
 
-def test_ligers_kernels_train_as_they_do_in_plain_pytorch() -> None:
+@pytest.mark.parametrize("tokens", ["off", {"head": 128, "layers": 128}], ids=["whole", "tiles"])
+def test_ligers_kernels_train_as_they_do_in_plain_pytorch(tokens: Any) -> None:
     liger = pytest.importorskip("liger_kernel.transformers")
     models = [long_llama(), long_llama()]
     for model in models:
@@ -97,6 +98,6 @@ def test_ligers_kernels_train_as_they_do_in_plain_pytorch() -> None:
         with torch.no_grad():
             for name, p in plain.named_parameters():
                 p.copy_(masters[name])
-    _, losses, _ = trained(model, 512, pack_layers=1)
+    _, losses, _ = trained(model, 512, pack_layers=1, tokens=tokens)
     assert [loss for group in losses for loss in group] == pytest.approx(expected, rel=1e-4)
     assert_same(model, plain.cpu(), False, relative=1e-3)
