@@ -91,8 +91,11 @@ class DeviceOptimizer:
                 yield {name: gradient}
             return
         # In one call, fused SGD begins the momentum of all parameters or of none.
-        begun = {name: gradient for name, gradient in gradients.items() if self.state.get(parameters[name])}
-        fresh = {name: gradient for name, gradient in gradients.items() if name not in begun}
+        begun: dict[str, Tensor] = {}
+        fresh: dict[str, Tensor] = {}
+        for name, gradient in gradients.items():
+            batch = begun if self.state.get(parameters[name]) else fresh
+            batch[name] = _laid_out(gradient)
         for batch in (begun, fresh):
             if batch:
                 yield batch
@@ -188,6 +191,14 @@ class DeviceOptimizer:
 def is_stepped_on_device(name: str) -> bool:
     """Return whether the optimizer of this name in a ds_config can step parameters on the device, see `refusal`."""
     return name.lower() in {known.lower() for known in _TEMPORARIES}
+
+
+def _laid_out(gradient: Tensor) -> Tensor:
+    """Return a gradient with a parameter's strides, which fused kernels insist on, in dimensions of size 1 as well.
+
+    That of a convolution of 1 x 1 may have others there: then nothing is copied.
+    """
+    return gradient.contiguous().view(-1).view(gradient.shape)
 
 
 def _torch_class_of(optimizer: torch.optim.Optimizer) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from harmony_ds.device.live_bytes import LiveBytes
-from harmony_ds.optim.device_optimizer import DeviceOptimizer
+from harmony_ds.optim.device_optimizer import DeviceOptimizer, _laid_out
 from harmony_ds.optim.host_optimizer import HostOptimizer
 from harmony_ds.optim.synced_state import SyncedState
 from tests.offload.examples import gradients_for
@@ -113,6 +113,18 @@ def test_fused_steps_take_parameters_whose_first_gradient_comes_later(make: Any)
         device.step(parameters, gradients, host.hyper())
     for name, parameter in parameters.items():
         torch.testing.assert_close(parameter, plain[name])
+
+
+def test_fused_steps_are_given_gradients_with_the_strides_of_parameters() -> None:
+    host, device, parameters = pair(lambda p: torch.optim.SGD(p, lr=1.0))
+    device._fused, device._on_host = True, False
+    weight, bias = parameters["weight"].detach().clone(), parameters["bias"].detach().clone()
+    columns, row = torch.randn(10, 100).t(), torch.randn(100)
+    device.step(parameters, {"weight": columns, "bias": row}, host.hyper())
+    assert torch.equal(parameters["weight"], weight - columns) and torch.equal(parameters["bias"], bias - row)
+    one_by_one = torch.randn(6, 4).as_strided((6, 4, 1, 1), (4, 1, 4, 4))
+    laid_out = _laid_out(one_by_one)
+    assert laid_out.stride() == (4, 1, 1, 1) and laid_out.data_ptr() == one_by_one.data_ptr()
 
 
 def test_a_synced_state_is_synced_before_it_is_read() -> None:

@@ -296,7 +296,7 @@ class LateStreams:
             non_blocking = kwargs.get("non_blocking", False)
         else:
             return False
-        if {target, source} != {"cpu", self._device_type}:
+        if target == source or "cpu" not in (target, source):
             return False
         return target == "cpu" or not non_blocking
 
