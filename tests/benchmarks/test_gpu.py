@@ -66,6 +66,18 @@ def test_the_scripts_of_all_calls_are_in_the_kit_and_no_step_may_take_more_than_
             assert step.least_s <= step.limit_s < calls["BUDGET_S"] < 600
 
 
+@pytest.mark.parametrize("name", ["one_step.py", "head_to_head.py", "qlora.py"])
+def test_the_options_of_all_steps_are_known(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    arguments = runpy.run_path(str(FOLDER / name))["_arguments"]
+    steps = [step for steps in runpy.run_path(str(FOLDER / "calls.py"))["CALLS"].values() for step in steps]
+    own = [step.script.format(left=1, kit="kit", work="work").split() for step in steps if name in step.script]
+    assert own
+    for _, *options in own:
+        monkeypatch.setattr(sys, "argv", [name, *options])
+        arguments()
+
+
 def test_a_call_says_first_which_commit_it_is_of_and_does_not_repeat_what_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
