@@ -36,12 +36,7 @@ _WHEELS = """
     ninja packaging pluggy psutil py-cpuinfo pydantic pydantic-core pygments pytest pytest-timeout rich safetensors
     shellingham sortedcontainers tqdm typer typing-extensions typing-inspection
 """.split()
-_WELCOME = [
-    "roundpipe",
-    "beartype",
-    "torchao",
-    "liger-kernel",
-]  # they take part where they can be had; RoundPipe needs the 2nd
+_WELCOME = ["roundpipe", "torchao", "liger-kernel", "beartype"]  # where they can be had; RoundPipe imports the last
 _PLATFORMS = ["manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64"]
 
 

@@ -57,7 +57,7 @@ def test_late_copies_of_slices_of_a_second_dimension_change_no_bit() -> None:
         model = TokensFirst().train()
         with late_engine(model, config_of(2, 0.5, SLICES), 1, adamw) as engine:
             if from_host:
-                take_slices_from_host(engine)
+                take_from_host(engine)
             groups = [[{"ids": torch.randint(32, (rows, 6))} for rows in ROWS] for _ in range(2)]
             train_groups(engine, groups)
             assert engine.plan is not None and engine.plan.policy.slices_from_host is from_host
