@@ -122,13 +122,29 @@ class Measurement(LayerCallObserver):
         measured = self._measured
         measured.scalar = self._allocated_bytes(torch.float32)
         measured.grain = self._allocated_bytes(torch.uint8)
+        loss, before_loss = self._run_forward(sample)
+        self._propagate_loss(loss, before_loss)
+        del loss
+        self._inputs = []
+        self._release_head()
+        measured.incoming = self._trace.numbers(gradient.gradient for call in measured.calls for gradient in call.made)
+        self._trace.begin([])
+        self._trace.pause()
+        measured.tail.taken.extend(self._take_gradients())
+        measured.tail.unlayered = self._changed_unlayered_gradients()
+        self._note_held()
+        self._settle_between_calls()
+
+    def _run_forward(self, sample: Sample) -> tuple[Tensor | None, _BeforeLoss]:
+        """Run the forward pass, and make the loss, after which the outputs are gone; check what the model has done."""
+        measured = self._measured
         self._interval.begin()
         self._trace.begin(measured.lead)
         with self._flow or nullcontext():
             outputs = self._passes.forward(sample)
             measured.end = self._interval.peak()
-            left, before_loss = self._interval.left(), self._alive_bytes()
-            measured.outputs = _storage_bytes(outputs) + max(0, left)
+            before = _BeforeLoss(self._interval.left(), self._alive_bytes())
+            measured.outputs = _storage_bytes(outputs) + max(0, before.left_bytes)
             if measured.calls and measured.calls[-1].cost.runs_with_loss and not _has_graph(outputs):
                 # The head's, which waits for a loss of the program's own:
                 measured.outputs += _storage_bytes(self._inputs)
@@ -142,25 +158,29 @@ class Measurement(LayerCallObserver):
         self._check_surprises()
         self._check_unwritten(self._unlayered)
         measured.spans = self._passes.inter_layer.spans(self._consumers(), loss, len(measured.calls))
-        self._trace.begin(measured.propagate)
-        del outputs  # as a step does before it propagates
+        self._trace.begin(measured.propagate)  # which frees the outputs first, as a step does
+        return loss, before
+
+    def _propagate_loss(self, loss: Tensor | None, before: _BeforeLoss) -> None:
+        """Propagate from the loss to the outputs of layers; note what that takes, and making the loss before it."""
+        measured = self._measured
         self._passes.propagate_loss(loss)
         # The loss is scaled before it is propagated.
         loss_peak = self._interval.peak() + 2 * measured.scalar
-        measured.loss_phase = before_loss + loss_peak
-        tail_peak = max(measured.end + 2 * measured.scalar, left + loss_peak)
+        measured.loss_phase = before.alive_bytes + loss_peak
+        tail_peak = max(measured.end + 2 * measured.scalar, before.left_bytes + loss_peak)
         measured.tail.note(forward=ForwardBytes(peak_bytes=tail_peak))
-        del loss
-        self._inputs = []
+
+    def _release_head(self) -> None:
+        """Release the weights of a head that has run with the loss, and their sums: the plan counts these."""
         self._runtime.layer_calls.close_heads()
         with_head = self._interval.alive()
         self._passes.release_head()
-        measured.loss_phase -= with_head - self._interval.alive()  # its weights and their sums are counted by the plan
-        measured.incoming = self._trace.numbers(gradient.gradient for call in measured.calls for gradient in call.made)
-        self._trace.begin([])
-        self._trace.pause()
-        measured.tail.taken.extend(self._take_gradients())
-        measured.tail.unlayered = self._changed_unlayered_gradients()
+        self._measured.loss_phase -= with_head - self._interval.alive()
+
+    def _note_held(self) -> None:
+        """Release the recorded calls; note what the micro-batch holds between the passes, and what is stashed of that."""
+        measured = self._measured
         held = max(0, self._interval.alive() - self._base)
         for stashed in self._pop_freed():
             call = measured.calls[stashed.number]
@@ -170,7 +190,6 @@ class Measurement(LayerCallObserver):
         measured.crossing = tuple(value.as_cost() for value in self._crossing)
         measured.held_and_stashed = self._drop_recorded()
         measured.held = max(0, held - measured.held_and_stashed)
-        self._settle_between_calls()
 
     def _allocated_bytes(self, dtype: torch.dtype) -> int:
         """Return what the allocator takes for one element."""
@@ -496,6 +515,19 @@ class Measurement(LayerCallObserver):
                 if isinstance(target, InterLayerGradient):
                     places[target] = (places.get(target, (position, position))[0], position)
         return places
+
+
+@dataclass(frozen=True, slots=True)
+class _BeforeLoss:
+    """Bytes at the end of a forward pass, before the loss is made.
+
+    Attributes:
+        left_bytes: of what the code after the last call has left.
+        alive_bytes: of everything that is alive and that no call has stashed.
+    """
+
+    left_bytes: int
+    alive_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
