@@ -20,7 +20,7 @@ import harmony_ds
 from harmony_ds import CheckpointError, HarmonyEngine
 from harmony_ds.checkpoint import Layout, convert, read_any
 from harmony_ds.checkpoint.deepspeed.universal import write_universal
-from harmony_ds.checkpoint.deepspeed.zero_read import split_vector
+from harmony_ds.checkpoint.deepspeed.zero_read import split_each, split_whole
 from harmony_ds.checkpoint.snapshot import ParameterGroup, Progress, SavedOptimizer, Snapshot, TensorSource
 from harmony_ds.checkpoint.tensor_files import load_pickle
 from tests.checkpoint import deepspeed_side as side
@@ -161,14 +161,14 @@ def test_vectors_that_processes_share_are_put_together() -> None:
     flat = torch.cat([v.reshape(-1) for v in values.values()])
     for count in (1, 2, 3, 5):
         share = -(-flat.numel() // count)
-        assert_values(split_vector(shapes, flat.split(share), "x"), values)
+        assert_values(split_whole(shapes, flat.split(share), "x"), values)
         padded = {n: torch.cat([v.reshape(-1), torch.zeros(-v.numel() % count)]) for n, v in values.items()}
         ranks = [torch.cat([v.chunk(count)[rank] for v in padded.values()]) for rank in range(count)]
-        assert_values(split_vector(shapes, ranks, "x", cut_each=True), values)
+        assert_values(split_each(shapes, ranks, "x"), values)
     spaced = torch.cat([flat[:6], torch.zeros(2), flat[6:11], torch.zeros(3), flat[11:]])
-    assert_values(split_vector(shapes, [spaced], "x", paddings=[2, 3, 0]), values)
+    assert_values(split_whole(shapes, [spaced], "x", paddings=[2, 3, 0]), values)
     with pytest.raises(CheckpointError, match="the x of b has 3 elements instead of 5"):
-        split_vector(shapes, [flat[:9]], "x")
+        split_whole(shapes, [flat[:9]], "x")
 
 
 def assert_values(found: dict[str, Any], values: dict[str, torch.Tensor]) -> None:

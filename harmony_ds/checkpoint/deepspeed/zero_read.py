@@ -30,7 +30,8 @@ OWNED = frozenset(
 """Keys of a model_states file that are DeepSpeed's; the others are the client state."""
 _ZERO2 = ("single_partition_of_fp32_groups", "base_optimizer_state")
 _ZERO3 = ("fp32_flat_groups", "optimizer_state_dict")
-"""Keys of a *_optim_states.pt: the vectors' fp32 values, and torch's state dict, to which a vector is one parameter."""
+"""Keys of a *_optim_states.pt: the fp32 values of its vectors, of which each group of parameters has one; and torch's state
+dict, to which a vector is one parameter."""
 
 
 def is_zero(folder: Path) -> bool:
@@ -101,52 +102,72 @@ def _frozen(models: list[dict[str, Any]]) -> dict[str, TensorSource]:
     found: dict[str, TensorSource] = {}
     for name, shape in (models[0].get("frozen_param_shapes") or {}).items():
         if name in fragments[0]:
-            found |= split_vector({name: shape}, (part[name].reshape(-1) for part in fragments), "value", cut_each=True)
+            found |= split_each({name: shape}, (part[name].reshape(-1) for part in fragments), "value")
     return found
 
 
-def split_vector(
-    shapes: ParameterShapes,
-    vectors: Iterable[Tensor],
-    what: str,
-    cut_each: bool = False,
-    paddings: Sequence[int] | None = None,
-) -> dict[str, TensorSource]:
-    """Return the parameters in a flat vector, given the part of the vector that each process has saved.
+def split_each(shapes: ParameterShapes, vectors: Iterable[Tensor], what: str) -> dict[str, TensorSource]:
+    """Return the parameters in a flat vector of ZeRO-3, given the part of it that each process has saved.
+
+    Each parameter is cut into equal shares, the last one padded, and a process has its shares one after another.
 
     Args:
         what: the vector holds, for errors.
-        cut_each: each parameter is cut into equal parts, the last one padded, and a process has its parts one after
-            another (ZeRO-3); otherwise parameters lie one after another, and the whole is padded and cut (ZeRO-1, 2).
-        paddings: elements after each parameter, where the whole is cut.
 
     Raises:
         CheckpointError: the parts have too few elements.
     """
     parts = tuple(vectors)
-    begins = [0, *accumulate(part.numel() for part in parts)][:-1]  # of the parts, where the whole is cut
     found: dict[str, TensorSource] = {}
-    offset = 0  # of the parameter: in each part (`cut_each`), or in the whole
+    offset = 0  # of the parameter, in each part
+    for name, shape in shapes.items():
+        numel = math.prod(shape)
+        share = -(-numel // len(parts))
+        pieces: list[Tensor] = []
+        for rank, part in enumerate(parts):
+            own = max(0, min(share, numel - rank * share))  # the last processes may have padding alone
+            pieces.append(part[offset : offset + own])
+        found[name] = _source_of(pieces, name, shape, what)
+        offset += share
+    return found
+
+
+def split_whole(
+    shapes: ParameterShapes, vectors: Iterable[Tensor], what: str, paddings: Sequence[int] | None = None
+) -> dict[str, TensorSource]:
+    """Return the parameters in a flat vector of ZeRO-1 or 2, given the part of it that each process has saved.
+
+    Parameters lie one after another, and the whole is padded and cut.
+
+    Args:
+        what: see `split_each`.
+        paddings: elements after each parameter; None: there are none.
+
+    Raises:
+        CheckpointError: the parts have too few elements.
+    """
+    parts = tuple(vectors)
+    begins = [0, *accumulate(part.numel() for part in parts)][:-1]  # of the parts, in the whole
+    found: dict[str, TensorSource] = {}
+    offset = 0  # of the parameter, in the whole
     for place, (name, shape) in enumerate(shapes.items()):
         numel = math.prod(shape)
         pieces: list[Tensor] = []
-        if cut_each:
-            share = -(-numel // len(parts))
-            for rank, part in enumerate(parts):
-                own = max(0, min(share, numel - rank * share))  # the last processes may have padding alone
-                pieces.append(part[offset : offset + own])
-            offset += share
-        else:
-            for part, begin in zip(parts, begins, strict=True):
-                pieces.append(part[max(0, offset - begin) : max(0, offset - begin + numel)])
-            offset += numel
-            if paddings:
-                offset += paddings[place]
-        have = sum(piece.numel() for piece in pieces)
-        if have != numel:
-            raise CheckpointError(f"the {what} of {name} has {have} elements instead of {numel}.")
-        found[name] = TensorSource(tuple(shape), parts[0].dtype, partial(_joined, pieces, tuple(shape)))
+        for part, begin in zip(parts, begins, strict=True):
+            pieces.append(part[max(0, offset - begin) : max(0, offset - begin + numel)])
+        found[name] = _source_of(pieces, name, shape, what)
+        offset += numel
+        if paddings:
+            offset += paddings[place]
     return found
+
+
+def _source_of(pieces: list[Tensor], name: str, shape: Sequence[int], what: str) -> TensorSource:
+    """Return the parameter that `pieces` of vectors hold; CheckpointError: they have too few elements, or too many."""
+    have, numel = sum(piece.numel() for piece in pieces), math.prod(shape)
+    if have != numel:
+        raise CheckpointError(f"the {what} of {name} has {have} elements instead of {numel}.")
+    return TensorSource(tuple(shape), pieces[0].dtype, partial(_joined, pieces, tuple(shape)))
 
 
 def _joined(pieces: list[Tensor], shape: tuple[int, ...]) -> Tensor:
@@ -169,13 +190,13 @@ def _trained(
     masters: dict[str, TensorSource] = {}
     by_name: dict[str, dict[str, Any]] = {}
     for index, names in enumerate(shapes):
-        values_of = partial(split_vector, names, cut_each=is_zero3, paddings=paddings[index])
-        masters |= values_of((state[flat][index] for state in states), "fp32 value")
+        split = split_each if is_zero3 else partial(split_whole, paddings=paddings[index])
+        masters |= split(names, (state[flat][index] for state in states), "fp32 value")
         groups = [state[base]["state"].get(index, {}) for state in states]
         for key, value in groups[0].items():
             values: Mapping[str, Any] = dict.fromkeys(names, value)
             if isinstance(value, Tensor) and value.dim() > 0:
-                values = values_of((group[key] for group in groups), key)
+                values = split(names, (group[key] for group in groups), key)
             for name, source in values.items():
                 by_name.setdefault(name, {})[key] = source
     return masters, optimizer_of(first[base]["param_groups"], shapes, by_name), first.get("loss_scaler")
