@@ -15,7 +15,7 @@ its inputs and outputs (a projection) is not worth cutting.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -155,46 +155,42 @@ class LayerTiles:
 
     def _find(self, call: ModuleCall) -> TiledCall | None:
         """Return how `call` is cut; None: it runs whole."""
-        tensors = call.tensors
-        first = tensors[0] if tensors else None
-        if first is None or first.dim() < 2:
-            return None
-        # Where the batch is first, its rows are in each tile.
-        sizes = [max(1, self.size // (first.shape[0] if dim else 1)) for dim in range(first.dim() - 1)]
-        dims = [dim for dim, size in enumerate(sizes) if first.shape[dim] > size]
-        if not dims:
+        sizes = self._sizes_to_try(call)
+        if not sizes:
             return None
         key = self.size, self.key_of(call)
         if key in self._known:
             return self._known[key]
-        mode = call.module, call.module.training
         before, self._inside = self._inside, True
-        refusal = ""
         try:
-            for dim in sorted(dims, key=lambda one: -first.shape[one]):
-                lengths = _lengths(first.shape[dim], sizes[dim])
-                try:
-                    proof = prove(call, dim, lengths)
-                    if proof.inner_bytes <= _WORTH * proof.input_bytes:
-                        refusal = "its graph keeps little beside its inputs and outputs"
-                        break
-                    times = _LIGHT * proof.input_bytes // proof.inner_bytes
-                    if times > 1:
-                        lengths = _lengths(first.shape[dim], times * sizes[dim])
-                        proof = prove(call, dim, lengths)
-                except TokensMixedError as error:
-                    refusal = refusal or str(error.with_traceback(None))  # whose frames keep the call
-                    continue
-                tiled = self._known[key] = TiledCall(proof, lengths)
-                self._tiled.add(mode)
-                return tiled
+            tiled, refusal = _prove_in_one(call, sizes)
         finally:
             self._inside = before
-        if mode in self._tiled:  # a recomputation of its other calls has to run as they did
+        mode = call.module, call.module.training
+        if tiled is not None:
+            self._known[key] = tiled
+            self._tiled.add(mode)
+        elif mode in self._tiled:  # a recomputation of its other calls has to run as they did
             self._known[key] = None
         else:
             self._refused[mode] = refusal
-        return None
+        return tiled
+
+    def _sizes_to_try(self, call: ModuleCall) -> dict[int, int]:
+        """Return the dimensions that tokens may lie in, the longest first, with the most of each that a tile takes.
+
+        They are those of the call's first tensor, but its last, that are longer than that.
+        """
+        if not call.tensors or call.tensors[0].dim() < 2:
+            return {}
+        shape = call.tensors[0].shape
+        sizes: dict[int, int] = {}
+        for dim in sorted(range(len(shape) - 1), key=lambda one: -shape[one]):
+            # Where the batch is first, its rows are in each tile.
+            size = max(1, self.size // (shape[0] if dim else 1))
+            if shape[dim] > size:
+                sizes[dim] = size
+        return sizes
 
     def key_of(self, call: ModuleCall) -> object:
         """Return what decides which operations a call runs: code and settings of its modules, and what it is given."""
@@ -256,6 +252,30 @@ class _TiledForward:
     @_disable_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._tiles.call(self._module, self.own, self._run, args, kwargs)
+
+
+def _prove_in_one(call: ModuleCall, sizes: Mapping[int, int]) -> tuple[TiledCall | None, str]:
+    """Return how a call is cut along the first of the dimensions in `sizes` where tokens are proved to be independent.
+
+    None, with the reason: it is proved of no dimension, or the call is not worth cutting.
+    """
+    refusal = ""
+    for dim, size in sizes.items():
+        tokens = call.tensors[0].shape[dim]
+        lengths = _lengths(tokens, size)
+        try:
+            proof = prove(call, dim, lengths)
+            if proof.inner_bytes <= _WORTH * proof.input_bytes:
+                return None, "its graph keeps little beside its inputs and outputs"
+            times = _LIGHT * proof.input_bytes // proof.inner_bytes
+            if times > 1:
+                lengths = _lengths(tokens, times * size)
+                proof = prove(call, dim, lengths)
+        except TokensMixedError as error:
+            refusal = refusal or str(error.with_traceback(None))  # whose frames keep the call
+            continue
+        return TiledCall(proof, lengths), ""
+    return None, refusal
 
 
 def _lengths(count: int, size: int) -> tuple[int, ...]:
