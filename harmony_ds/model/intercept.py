@@ -228,9 +228,8 @@ class Interception:
     def __init__(self, layers: tuple[Layer, ...], model: nn.Module, device: Device) -> None:
         self._device = device
         self._forwards: dict[Layer, InterceptedForward] = {}
-        self._of_classes: dict[
-            type, object
-        ] = {}  # the forward of each class of layers, as it was when last intercepted
+        # The forward of each class of layers, as it was when last intercepted:
+        self._of_classes: dict[type, object] = {}
         self._compiler: Compiler | None = None
         self._inside: dict[nn.Module, list[Layer]] = {}  # layers by modules around them, outer modules first
         modules = dict(model.named_modules(remove_duplicate=False))

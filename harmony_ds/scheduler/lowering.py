@@ -80,8 +80,9 @@ class Lowering:
         # pack -> what brings its stash back, and of how many micro-batches that have not run yet
         self._stashed: defaultdict[int, deque[tuple[int, int]]] = defaultdict(deque)
         self._reduced: dict[int, int] = {}  # pack -> what adds its gradients up
-        self._gone: dict[int, int] = {}  # pack -> its gradients' way out
-        self._there: dict[int, int] = {}  # pack -> what its update waits for: that, or their sum on the host
+        self._gradients_left: dict[int, int] = {}  # pack -> what copies its gradients to the host
+        # pack -> what its update waits for: that, or the sum on the host of what several devices have copied
+        self._on_host: dict[int, int] = {}
         self._updated: dict[str, int] = {}  # parameter -> the update of it
         self._last: dict[str, int] = {}  # stream -> the last job on it
         self._device = 0  # of the task
@@ -130,7 +131,7 @@ class Lowering:
             case TaskKind.REDUCE | TaskKind.SWAP_OUT:
                 self._gradients_out(task, pack)
             case TaskKind.FREE_GRADIENTS:
-                self._compute_after[pack.device].append(self._gone[task.pack])
+                self._compute_after[pack.device].append(self._gradients_left[task.pack])
             case kind if kind in _CROSSING_OUT or kind in _CROSSING_IN:
                 self._move_crossing(several, pack)
             case TaskKind.MOVE | TaskKind.MOVE_BACK:
@@ -191,10 +192,10 @@ class Lowering:
     def _update_pack(self, task: Task, pack: Pack) -> None:
         normed = tuple(self._norms[-1:])
         if task.kind is TaskKind.UPDATE:
-            there = (self._there[task.pack],) if task.pack in self._there else ()
+            gradients = (self._on_host[task.pack],) if task.pack in self._on_host else ()
             duration = self._machine.host_update_ms(pack.update_elements) + self._before_update_ms(pack)
             demands = (*self._host_demand, *_disk_demand(self._machine.update_disk))
-            done = self._add(UPDATE, (task,), duration, (*there, *normed), demands, pack.needed_at)
+            done = self._add(UPDATE, (task,), duration, (*gradients, *normed), demands, pack.needed_at)
             self._updates.append(done)
         else:
             duration = pack.update_elements / self._machine.device_update_elements_per_ms
@@ -243,10 +244,10 @@ class Lowering:
         waiting = self._stashed[pack]
         jobs: list[int] = []
         while waiting and count:
-            job, there = waiting.popleft()
-            if there > count:
-                waiting.appendleft((job, there - count))
-            count -= min(there, count)
+            job, micro_batches = waiting.popleft()
+            if micro_batches > count:
+                waiting.appendleft((job, micro_batches - count))
+            count -= min(micro_batches, count)
             jobs.append(job)
         return tuple(jobs)
 
@@ -263,12 +264,12 @@ class Lowering:
         if task.kind is TaskKind.SWAP_OUT:
             self._swap_out(task, pack)
             if not on_host:
-                self._gradients_there(task, pack, self._gone[task.pack])
+                self._note_on_host(task, pack, self._gradients_left[task.pack])
         elif on_host:
             duration = self._machine.host_sum_ms(pack.update_elements, self._plan.policy.devices)
-            there = self._add(UPDATE, (task,), duration, (self._gone[task.pack],), self._host_demand)
-            self._sums.append(there)
-            self._gradients_there(task, pack, there)
+            added = self._add(UPDATE, (task,), duration, (self._gradients_left[task.pack],), self._host_demand)
+            self._sums.append(added)
+            self._note_on_host(task, pack, added)
         else:
             sent = max(pack.sent_bytes, default=0)
             self._reduced[task.pack] = self._exchange(task, sent, self._latest(COMPUTE))
@@ -279,12 +280,12 @@ class Lowering:
         done = self._sums if policy.reduce_on_host else [] if policy.gradients_wait else updates
         freed = tuple(done[-policy.gradient_slabs :][:1]) if len(done) >= policy.gradient_slabs else ()
         reduced = self._reduced.get(pack.index)
-        self._gone[pack.index] = self._copy_out(_Several((task,), 1), pack.swap_out_bytes(), freed, reduced)
+        self._gradients_left[pack.index] = self._copy_out(_Several((task,), 1), pack.swap_out_bytes(), freed, reduced)
 
-    def _gradients_there(self, task: Task, pack: Pack, there: int) -> None:
-        """Add the device's part, on the host after job `there`, to what was sent before, and measure it."""
+    def _note_on_host(self, task: Task, pack: Pack, arrival: int) -> None:
+        """Note that gradients are on the host after job `arrival`; add them to those before, and take their norm."""
         policy = self._plan.policy
-        self._there[pack.index] = there
+        self._on_host[pack.index] = arrival
         addition_ms = _ADDITION * pack.update_elements / self._machine.norm_elements_per_ms
         duration = addition_ms if self._sent[pack.index] else 0.0
         self._sent[pack.index] += 1
@@ -292,7 +293,7 @@ class Lowering:
         if measured or duration:
             if measured:
                 duration += self._machine.host_norm_ms(pack.update_elements, policy.leave_whole)
-            done = self._add(UPDATE, (task,), duration, (there,), self._host_demand)
+            done = self._add(UPDATE, (task,), duration, (arrival,), self._host_demand)
             self._norms += [done] if measured else []
 
     def _exchange(self, task: Task, sent_bytes: int, last: tuple[int, ...]) -> int:

@@ -261,9 +261,8 @@ class _Search:
         self._tried: set[Point] = set()
         self._work = 0  # tasks walked
         self._cuts: dict[tuple[Bounds, Bounds], Cut] = {}
-        self._with_every_set: set[tuple[Bounds, Bounds]] = (
-            set()
-        )  # cuts with which every set of resident packs was tried
+        # Cuts with which every set of resident packs was tried:
+        self._with_every_set: set[tuple[Bounds, Bounds]] = set()
         self._in_vain = 0  # neighbours in a row that were not better than the best
         self.found: list[_Found] = []
         self.smallest: tuple[Packing, Policy] | None = None
