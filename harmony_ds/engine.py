@@ -485,7 +485,7 @@ class HarmonyEngine(nn.Module):
     def _propagate_losses(self, queued: list[PendingMicroBatch], *, divisor: int) -> list[PendingTensor]:
         """Note that the step propagates back from the losses of micro-batches, each over `divisor`; return the losses."""
         with self._steps.scaler.backward(), divided():
-            return [pending.backward_from_own_loss(divisor, self._steps.scaler.scale) for pending in queued]
+            return [pending.note_backward_from_own_loss(divisor, self._steps.scaler.scale) for pending in queued]
 
     # ---- without gradients
 

@@ -55,9 +55,8 @@ class EngineSettings:
             raise AttributeError(name)
         from deepspeed.runtime.engine import DeepSpeedEngine
 
-        return vars(DeepSpeedEngine)[name].__get__(
-            self
-        )  # a property's value, or a method that is bound to these settings
+        # A property's value, or a method that is bound to these settings:
+        return vars(DeepSpeedEngine)[name].__get__(self)
 
     def gradient_accumulation_steps(self) -> int:
         """Return the micro-batches in a group."""

@@ -162,22 +162,27 @@ class DeviceTransfers:
         self._input_copies.clear()
 
     def copy(self, tensor: Tensor, source: int, target: int) -> Tensor:
-        """Return a copy of `tensor` on another device, whose compute stream waits for it."""
+        """Return a copy of `tensor` on another device.
+
+        The PEER streams of both devices wait for what the sender has computed, and then copy. The receiver's compute stream
+        waits for the copy; the sender's waits before it reuses the tensor's memory (`_release_sent`). The host waits for
+        nothing.
+        """
         assert self._group is not None
-        there, here = self._group.members[source], self._group.members[target]
+        sender, receiver = self._group.members[source], self._group.members[target]
         self._release_sent(source)
-        # CUDA copies on the source's current stream, and lets the target's wait.
-        made = there.record(Stream.COMPUTE)
-        there.wait(Stream.PEER, made)
-        here.wait(Stream.PEER, made)
+        # CUDA copies on the sender's current stream, and lets the receiver's wait.
+        made = sender.record(Stream.COMPUTE)
+        sender.wait(Stream.PEER, made)
+        receiver.wait(Stream.PEER, made)
         try:
-            with torch.no_grad(), there.on(Stream.PEER), here.on(Stream.PEER):
-                copy = tensor.detach().to(here.torch_device, copy=True, non_blocking=True)
+            with torch.no_grad(), sender.on(Stream.PEER), receiver.on(Stream.PEER):
+                copy = tensor.detach().to(receiver.torch_device, copy=True, non_blocking=True)
         finally:
-            copied = here.record(Stream.PEER)
+            copied = receiver.record(Stream.PEER)
             self._leaving[source] = copied, tensor
-        here.wait(Stream.COMPUTE, copied)
-        here.record_use(copy)
+        receiver.wait(Stream.COMPUTE, copied)
+        receiver.record_use(copy)
         self._ledger.book_peer(source, target, tensor.numel() * tensor.element_size())
         return copy
 

@@ -540,15 +540,33 @@ def _applied(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     autocast = Autocast.current(own[0].device.type)
     rank = len(token_shape)
     expression = Applied(function, operands, structure, rank, torch.is_grad_enabled(), autocast)
-    of_one_token = {
+    values_of_one = _values_of_one_token(operands, leaves, rank)
+    try:
+        made = expression.call(values_of_one)
+    except Exception:  # noqa: BLE001 - what the arguments themselves raise is raised when it is computed whole
+        return None
+    for result in made if isinstance(made, tuple) else (made,):
+        if not isinstance(result, Tensor) or tuple(result.shape[:rank]) != (1,) * rank:
+            return None
+    return _Noted(expression, token_shape, made, own[0].head)
+
+
+def _values_of_one_token(operands: Sequence[Any], leaves: Sequence[Any], rank: int) -> Callable[[Any], Any]:
+    """Return a function from an operand to what stands in for it where there is one token, in `rank` dimensions of 1.
+
+    Args:
+        operands: of an expression.
+        leaves: the arguments that these are made of.
+    """
+    of_own = {
         operand: _stand_in(leaf)
         for operand, leaf in zip(operands, leaves, strict=True)
         if isinstance(leaf, TokenTensor)
     }
 
-    def stands_in(operand: Any) -> Any:
+    def values_of(operand: Any) -> Any:
         if isinstance(operand, Placed):
-            values = of_one_token[operand]
+            values = of_own[operand]
         elif isinstance(operand, Beside) and operand.token_shape is not None:
             value = operand.value
             values = value.new_zeros((1, value.shape[-1])).requires_grad_(value.requires_grad)
@@ -556,16 +574,7 @@ def _applied(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
             return operand.value if isinstance(operand, Beside) else operand
         return values.view(*[1] * (rank - 1), *values.shape)
 
-    try:
-        made = expression.call(stands_in)
-    except Exception:  # noqa: BLE001 - what the arguments themselves raise is raised when it is computed whole
-        return None
-    several = made if isinstance(made, tuple) else (made,)
-    before = (1,) * rank
-    for result in several:
-        if not isinstance(result, Tensor) or tuple(result.shape[:rank]) != before:
-            return None
-    return _Noted(expression, token_shape, made, own[0].head)
+    return values_of
 
 
 class _Noted:
@@ -649,7 +658,7 @@ def _class_loss(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
         return None
     if isinstance(weight, TokenTensor) or not isinstance(target, Tensor):
         return None
-    has_classes = isinstance(target, Tensor) and not target.is_floating_point()
+    has_classes = not target.is_floating_point()
     flat = _at(one, one.places.reshape(-1), None)
     if has_classes:
         if target.shape != one.places.shape:
@@ -672,10 +681,15 @@ def _class_loss(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
         return total
     if not has_classes:
         return total / each.numel()
-    counted = target.reshape(-1) != given.get("ignore_index", -100)
+    return total / _weight_of_classes(target.reshape(-1), weight, given.get("ignore_index", -100))
+
+
+def _weight_of_classes(classes: Tensor, weight: Tensor | None, ignored: int) -> Tensor:
+    """Return what a mean over `classes` divides by: the sum of their weights, or their number, without the `ignored`."""
+    counted = classes != ignored
     if weight is None:
-        return total / counted.sum()
-    return total / weight[target.reshape(-1) * counted].mul(counted).sum()
+        return counted.sum()
+    return weight[classes * counted].mul(counted).sum()
 
 
 def _flattened(target: Tensor, values_dim: int) -> Tensor:

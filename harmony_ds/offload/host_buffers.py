@@ -51,9 +51,8 @@ class HostBuffers:
         self._exact = exact
         self._all: set[HostBuffer] = set()
         self._spare: dict[int, list[HostBuffer]] = {}  # by size
-        self._dropped: deque[HostBuffer] = (
-            deque()
-        )  # of users that are gone; filled by the garbage collector, on any thread
+        # Of users that are gone; filled by the garbage collector, on any thread:
+        self._dropped: deque[HostBuffer] = deque()
         self._asked_bytes = 0  # of buffers in use
         self._most_bytes = 0  # the most of these so far
         self._lock = threading.Lock()

@@ -16,6 +16,10 @@ adds up this process's pieces from there (`sum_slots`).
 With immediate updates, a few buffers serve all packs in turn. With updates that wait for the norm, every pack keeps a
 buffer until its update.
 
+Each pack that uses a tied weight sends a gradient of it. The first comes from the pack that runs last in forward; the
+others are added to it as they arrive (`gradient`), and the pack that owns the weight, whose gradient comes last, has it
+updated (`Pack.owned`). Those of resident packs are added up by `ResidentPacks.gradient` in the same order.
+
 Where the gradient of a parameter is, and who may read it there:
 
     place                       from                     until                 who reads it

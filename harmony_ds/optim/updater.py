@@ -9,10 +9,12 @@ The engine's thread queues jobs; this thread runs them in the order of step and 
     update(pack, ...)    wait for the gradients, scale them, step the optimizer, copy masters to weights
     wait(pack)           (the engine's thread blocks until that is done)
 
-Deferred updates wait for the norm of all gradients, by which these are clipped or, if it is not finite, dropped: every
-pack's gradients are deposited and their norms computed, norm() is queued once, then the updates in forward order. Other
-updates are queued right after the deposit of their gradients; of several in the queue, the pack that is needed first comes
-first.
+Deferred updates wait for the norm of all gradients: every pack's gradients are deposited and their norms computed, norm()
+is queued once, then the updates in forward order. The norm clips the gradients. If it is inf or NaN, they are dropped where
+such steps are skipped (`NormOptions.skip_overflow`), and else scaled, as torch's `clip_grad_norm_` does.
+
+Other updates are queued right after the deposit of their gradients; of several in the queue, the pack that is needed first
+comes first. Their norm, for reports, follows them (`norm_of_updates`).
 
 From the handler of an UPDATE task to the compiled step there are six frames of the engine's:
 

@@ -3,7 +3,22 @@
 A lane is a greenlet: the model's own forward with a stack of its own, on the engine's thread. It runs up to a layer call,
 or to its end, and the engine runs on: it answers the call and resumes the lane, or leaves it for later and resumes another
 one. Context variables are kept apart by greenlets themselves; what torch keeps for the thread (grad mode, autocast, modes,
-...) is exchanged here (`thread_state`).
+...) is exchanged here (`thread_state`). From the executor to the layer's own forward, and back:
+
+    the engine's stack                                        the lane's stack
+    Executor._enter -> MicroBatch.start -> Lane.resume
+                                                              Lane._run -> MicroBatch.forward -> model(...) -> layer(...)
+                                                              -> InterceptedForward.__call__ -> Lane.call, which waits
+    Executor._forward -> Lane.run_on -> Executor._answer_cut
+    -> LayerCalls.forward -> CalledLayer.run -> the layer's
+    own forward; its outputs are the reply
+                                                              Lane.call returns the reply; the model goes on, and waits
+                                                              at its next layer call
+    Lane.run_on answers that, too; or, if it belongs to a
+    later pack, returns: the lane waits while the executor's
+    next task runs, often that of another micro-batch
+
+Nothing else interleaves micro-batches: which one runs on at a layer call is in the order of the plan's tasks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,20 @@
-"""One micro-batch on its way through a step: its lane, its recorded calls, its gradients between layers."""
+"""One micro-batch on its way through a step: its lane, its recorded calls, its gradients between layers.
+
+What it holds from its forward to its backward pass through a pack, and where that waits:
+
+    calls: tensors            inputs of layer calls (`offload.stash`)            device; host from STASH_OUT to STASH_IN
+           states             of random numbers, before each call                host
+           buffers            of layers that depend on buffers they change       device
+           graph              of calls whose graph is kept                       device
+           output_gradients   the gradients that have come to outputs            device; host from CROSSING_GRADIENTS_OUT
+                                                                                 to CROSSING_GRADIENTS_IN
+    inter_layer               the graph of the code between layers               device
+    outputs                   of the model, until the loss is propagated from    device
+
+`LayerCalls.backward` releases each call when it has been propagated through: then its inputs are freed, on the host, too,
+unless another call has the same ones. While the forward pass goes on, the lane itself holds tensors of the model's code,
+which wait on the host from CROSSING_OUT to CROSSING_IN (`held_on_host`).
+"""
 
 from __future__ import annotations
 

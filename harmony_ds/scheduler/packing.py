@@ -184,9 +184,8 @@ class Packer:
         return _GradientBytes(whole_bytes, pieces, sent_bytes)
 
     def _resident_bytes(self, names: tuple[str, ...], trained: bool) -> int:
-        specs = [self._specs[name] for name in names]
-        weights = sum(spec.weight_bytes(self._element.weight) for spec in specs)
-        return weights + (sum(spec.state_bytes for spec in specs) if trained else 0)
+        state_bytes = sum(self._specs[name].state_bytes for name in names) if trained else 0
+        return self._weight_bytes(names) + state_bytes
 
     def _update_bytes(self, owned: tuple[str, ...]) -> int:
         specs = [self._specs[name] for name in owned if self._specs[name].trainable]

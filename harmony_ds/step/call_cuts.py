@@ -12,6 +12,10 @@ They are tried in this order, each after those before it have failed:
        the last ones
 
 Where the head takes most beside slices, its tiles are made smaller, as long as that helps, before the slices are.
+
+`Planner.measure` has them tried (`CallCuts.find_with_fewest`): an attempt measures the model so cut, and searches for a
+plan. Rows are cut here where `harmony.micro_batch` is "config", and tokens where `harmony.tokens` is "auto": the defaults.
+With other values of `harmony.micro_batch`, `call_sizes` decides on the rows within each attempt.
 """
 
 from __future__ import annotations
@@ -253,18 +257,30 @@ class CallCuts:
     def _try_in_order(self, sample: Sample, attempts: _Attempts[_Found]) -> _Success[_Found] | None:
         """Return the first success, in the order that the top of the file tells; None: nothing fits."""
         before = self.now
-        first = attempts.make()
+        first = attempts.make()  # 1
         if isinstance(first, _Success):
             return first
         if first.costs is None or not self._head_takes_most(first.costs):
-            success = self._try_slices(sample, attempts, first.costs)
+            success = self._try_slices(sample, attempts, first.costs)  # 2
             if success is not None:
                 return success
             self.set(before)
-        costs = first.costs
+        success = self._try_tiles(sample, attempts, before, first.costs)  # 3, 4
+        if success is None and self._may_take_slices_from_host:
+            success = self._try_slices_from_host(sample, attempts, before.tiles, first.costs)  # 5
+        return success
+
+    def _try_tiles(
+        self, sample: Sample, attempts: _Attempts[_Found], before: Cuts, of_whole: CostTable | None
+    ) -> _Success[_Found] | None:
+        """Return the success with the largest tiles that fit, beside the rows of `before` or slices; None: none fits.
+
+        `of_whole`: costs of what does not fit without tiles.
+        """
+        costs = of_whole
         while (tiles := self._smaller_tiles(sample, costs)) is not None:
             now = self.now.tiles
-            if now.head and not now.layers and tiles.layers:
+            if now.head and not now.layers and tiles.layers:  # before other layers than the head are cut
                 success = self._try_slices(sample, attempts, costs)
                 if success is not None:
                     return success
@@ -273,16 +289,20 @@ class CallCuts:
             if isinstance(tried, _Success):
                 return tried
             costs = tried.costs
-        if self.now.tiles.cut:
-            success = self._try_slices(sample, attempts)
+        return self._try_slices(sample, attempts) if self.now.tiles.cut else None
+
+    def _try_slices_from_host(
+        self, sample: Sample, attempts: _Attempts[_Found], first_tiles: Tiles, of_whole: CostTable | None
+    ) -> _Success[_Found] | None:
+        """Return the success with all between layers on the host, beside `first_tiles` or the last ones; None: none fits.
+
+        `of_whole`: see `_try_slices`.
+        """
+        for tiles in dict.fromkeys((first_tiles, self.now.tiles)):
+            self.set(Cuts(Sizes(from_host=True), tiles))
+            success = self._try_slices(sample, attempts, of_whole)
             if success is not None:
                 return success
-        if self._may_take_slices_from_host:
-            for tiles in dict.fromkeys((before.tiles, self.now.tiles)):
-                self.set(Cuts(Sizes(from_host=True), tiles))
-                success = self._try_slices(sample, attempts, first.costs)
-                if success is not None:
-                    return success
         return None
 
     def _least_error(self, failures: Sequence[_Failure]) -> DoesNotFitError:

@@ -112,8 +112,8 @@ class Source(Protocol):
     def share_loss(self, sources: Sequence[Source]) -> bool:
         """Propagate back together with `sources`, from a loss of all their outputs; False: they cannot run together."""
 
-    def backward(self, node: Node) -> None:
-        """Propagate back from `node`, to this source and those that share its loss, when the group runs."""
+    def note_backward(self, node: Node) -> None:
+        """Let the group propagate back from `node`, to this source and those that share its loss, when it runs."""
 
 
 @dataclass(eq=False)
@@ -271,7 +271,7 @@ class PendingTensor(torch.Tensor):
         waits = plain and not any(source.has_run for source in node.sources)
         if waits and (node.is_separable or node.sources[0].share_loss(node.sources)):
             for source in node.sources:
-                source.backward(node)
+                source.note_backward(node)
             node.was_propagated = True
         else:
             loss = node.materialize()

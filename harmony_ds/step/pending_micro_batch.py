@@ -1,5 +1,12 @@
 """One queued micro-batch. Its loss is computed when it is read, or at the boundary, or (if it is dropped) never.
 
+Three ways lead from a backward pass of the program to the step's event BACKWARD. None propagates through a layer: that
+comes at the boundary, or at READ_GRADIENT.
+
+    a loss that is not computed yet    PendingTensor.backward -> note_backward: one more term of `SharedLoss.terms`
+    a real loss, of real outputs       autograd -> receive: its gradients wait at the outputs of layers
+    train_batch, train_group           note_backward_from_own_loss
+
 The program may start backward passes itself: `loss.backward()` in the place of `engine.backward(loss)`, which divides its
 loss. As in DeepSpeed, gradients that come to a model's outputs from outside are then divided by the accumulation steps.
 Each gradient is divided once, at the output that it arrives at. An output that another one was made of (`logits` and their
@@ -275,7 +282,7 @@ class PendingMicroBatch:
                 self.loss.merge(other.loss)
         return True
 
-    def backward(self, node: Node) -> None:
+    def note_backward(self, node: Node) -> None:
         """Note that the program propagates back from `node`, which it has made of outputs that are not computed."""
         members = [source for source in node.sources if source in self.loss.members]
         if self is not members[0]:  # which has noted it for all of them
@@ -285,7 +292,7 @@ class PendingMicroBatch:
         if any(member.inputs_require_grad for member in self.loss.members):
             self.step.handle(StepEvent.READ_GRADIENT)
 
-    def backward_from_own_loss(self, divisor: int, scale: float) -> PendingTensor:
+    def note_backward_from_own_loss(self, divisor: int, scale: float) -> PendingTensor:
         """Note that the engine propagates back from the loss of its outputs, over `divisor` and times `scale`.
 
         Gradients of its inputs come when the step is taken, at once.

@@ -738,28 +738,14 @@ class Step:
 
         The micro-batches draw the same random numbers again, and so take the same way through the model.
         """
-        context, executor = self.context, self.context.executor
-        recovery = Recovery(context, run)
-        settings = context.runtime.contract.settings
-        exchanged_before = settings.exchanged_count
+        executor, recovery = self.context.executor, Recovery(self.context, run)
+        exchanged_before = self.context.runtime.contract.settings.exchanged_count
         was_running, self._is_running = self._is_running, True
         try:
             while True:
                 try:
                     self.outcome = recovery.outcome = Outcome()
-                    executor.begin(self.outcome)
-                    planned = plan_run(context, run)
-                    with running(context, planned), undoing_passes(context, planned.micro_batches):
-                        if run.kind is RunKind.UPDATE_BY_HAND:
-                            executor.gradient_tasks.update_from_user_gradients(run.hyper, run.norm_options)
-                        else:
-                            executor.run(planned.plan, planned.micro_batches, run.hyper, run.norm_options)
-                            finish_run(context, run, planned)
-                        if settings.exchanged_count > exchanged_before:  # and the engine's may be others from now on
-                            for waiting in self.micro_batches:
-                                waiting.micro_batch.complete_settings(settings)
-                    if run.kind is RunKind.PART:
-                        self._update_plan = planned.update_plan
+                    self._run_once(run, exchanged_before)
                     return
                 except BaseException as error:  # noqa: BLE001 - `recover` raises it, unless the run is to be made again
                     repetition = recovery.recover(error)
@@ -775,6 +761,28 @@ class Step:
             raise
         finally:
             self._is_running = was_running
+
+    def _run_once(self, run: Run, exchanged_before: int) -> None:
+        """Plan a run, and run it.
+
+        Args:
+            exchanged_before: how many settings of modules were exchanged between lanes before the run's first attempt.
+        """
+        context, executor = self.context, self.context.executor
+        executor.begin(self.outcome)
+        planned = plan_run(context, run)
+        with running(context, planned), undoing_passes(context, planned.micro_batches):
+            if run.kind is RunKind.UPDATE_BY_HAND:
+                executor.gradient_tasks.update_from_user_gradients(run.hyper, run.norm_options)
+            else:
+                executor.run(planned.plan, planned.micro_batches, run.hyper, run.norm_options)
+                finish_run(context, run, planned)
+            settings = context.runtime.contract.settings
+            if settings.exchanged_count > exchanged_before:  # and the engine's may be others from now on
+                for waiting in self.micro_batches:
+                    waiting.micro_batch.complete_settings(settings)
+        if run.kind is RunKind.PART:
+            self._update_plan = planned.update_plan
 
     def _measure_again(self, run: Run, repetition: Repetition, failure: TaskFailure | None) -> None:
         """Measure micro-batches of a run that is made again: all, if each may take another way through the model.

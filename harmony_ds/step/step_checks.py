@@ -56,44 +56,50 @@ def check_grouping(context: StepContext, losses: Sequence[SharedLoss]) -> bool:
     Returns:
         Whether that step compares them; else the next step is to try.
     """
-    runtime, world = context.runtime, context.world
-    joins_calls = context.planner.joined_count > 1
+    world = context.world
     members = [member for loss in losses for member in loss.members]
     cannot_compare = context.forward_runs_at_calls or any(member.micro_batch.forward_done for member in members)
     if world.any("compare losses", cannot_compare):
         return False
-    if world.any("draw other numbers", joins_calls and runtime.joins.are_random):  # not single calls' losses
+    joins_calls = context.planner.joined_count > 1
+    if world.any("draw other numbers", joins_calls and context.runtime.joins.are_random):  # not single calls' losses
         return True
     in_tiles = context.planner.cuts.tiles_in_use.head > 0
     if world.any("compare no tiles", in_tiles and any(len(loss.members) > 1 for loss in losses)):
         return True  # what the last layer gives in one forward pass is gone when the next one has run
     is_alike = close
     if not joins_calls:
-        exact = comparison(runtime.device.torch_device)
+        exact = comparison(context.runtime.device.torch_device)
         is_alike = partial(_is_alike, context.planner, context.planner.cuts.now, exact)
-    context.state.free_device()
-    passes = ModelPasses(runtime, context.state.layers, context.planner.profiler.unlayered, context.planner.rows)
     saw_unmeasured = False
-    outputs = dict[LossMember, Any]()
     try:
-        with runtime.contract.running(), passes.opened():
-            for member in members:
-                assert isinstance(member, PendingMicroBatch)
-                is_shared = len(member.loss.members) > 1
-                own_loss = partial(_add_outputs, member, outputs) if is_shared else member.own_loss
-                sample = replace(sample_of(member, context), surrogate_loss=own_loss)
-                try:
-                    with called_as(member, context):
-                        loss = passes.loss(sample)
-                except BaseException as error:
-                    member.note_call(error, "while it ran alone")
-                    raise
-                if loss is not None:
-                    index = member.micro_batch.index
-                    member.loss.expected = partial(_check_loss, runtime.contract, index, is_alike, loss)
+        _run_alone(context, members, is_alike)
     except UnseenError:  # the step will find it, too, and measure anew
         saw_unmeasured = True
     return not world.any("compare losses again", saw_unmeasured)  # all processes try again, or none
+
+
+def _run_alone(context: StepContext, members: Sequence[LossMember], is_alike: Callable[[Tensor, Tensor], bool]) -> None:
+    """Run the forward pass of each of `members` alone; note on its loss that the step is to give one that `is_alike`."""
+    runtime = context.runtime
+    context.state.free_device()
+    passes = ModelPasses(runtime, context.state.layers, context.planner.profiler.unlayered, context.planner.rows)
+    outputs = dict[LossMember, Any]()
+    with runtime.contract.running(), passes.opened():
+        for member in members:
+            assert isinstance(member, PendingMicroBatch)
+            is_shared = len(member.loss.members) > 1
+            own_loss = partial(_add_outputs, member, outputs) if is_shared else member.own_loss
+            sample = replace(sample_of(member, context), surrogate_loss=own_loss)
+            try:
+                with called_as(member, context):
+                    loss = passes.loss(sample)
+            except BaseException as error:
+                member.note_call(error, "while it ran alone")
+                raise
+            if loss is not None:
+                index = member.micro_batch.index
+                member.loss.expected = partial(_check_loss, runtime.contract, index, is_alike, loss)
 
 
 def _add_outputs(member: LossMember, collected: dict[LossMember, Any], outputs: Any) -> Tensor | None:

@@ -80,8 +80,12 @@ class Steps:
             )
         links = ParameterLinks(state.store, state.runtime.resident_packs, state.host_optimizer, weakref.proxy(self))
         config, device, warnings = settings.now, state.device, OneTimeWarnings()
-        dtype, seed = config.autocast_dtype, config.harmony.seed
-        autocast = None if dtype is None else Autocast(device.torch_device.type, dtype)
+        seed = config.harmony.seed
+        if seed is None:
+            seed = state.world.compute_on_first("seed", torch.initial_seed)
+        autocast: Autocast | None = None
+        if config.autocast_dtype is not None:
+            autocast = Autocast(device.torch_device.type, config.autocast_dtype)
         casts = bool(config.values["fp16.enabled"] and config.values["fp16.auto_cast"])
         self.context = StepContext(
             model=model,
@@ -97,7 +101,7 @@ class Steps:
             model_calls=ModelCalls(device, state.ledger, autocast, casts),
             replaced_forward=ReplacedForward(model),
             composer=PlanComposer(state.runtime, state.planner, warnings),
-            seed=state.world.compute_on_first("seed", torch.initial_seed) if seed is None else seed,
+            seed=seed,
             warnings=warnings,
             allocator_retries=AllocatorRetries(device, state.world, state.planner, warnings),
         )

@@ -4,9 +4,15 @@
     undo_run          then, before any remedy: `recovery.Recovery.recover`
     undo_step         the error is raised and drops the step, or other weights are loaded: `step.Step.drop`
 
-What earlier runs of the step have left may stay: `surviving` decides that, for all of these. What updates have changed is
-never undone: after the first one the engine cannot go on. The budget of a remedy that did not help is put back by
-`retry_budget`.
+What stays on the device:
+
+    always                                           buffers; resident packs, with masters and optimizer state
+    after a forward pass, a part or an evaluation    what earlier runs of the step have left: other micro-batches' stash and
+                                                     outputs, and copies of unlayered parameters
+    the same, if no backward pass has begun          and the gradients that have accumulated, those of resident packs too
+
+`surviving` decides the last two, for all of these functions. What updates have changed is never undone: after the first
+one the engine cannot go on. The budget of a remedy that did not help is put back by `retry_budget`.
 """
 
 from __future__ import annotations
