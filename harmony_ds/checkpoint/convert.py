@@ -63,7 +63,7 @@ def read_any(folder: Path) -> Snapshot:
     )
 
 
-def open_checkpoint(source: Path, tag: str | None = None) -> tuple[Path, Snapshot]:
+def open_checkpoint(source: Path, tag: str | None) -> tuple[Path, Snapshot]:
     """Open a tag's folder, or a folder of several checkpoints: `tag`, or the latest."""
     if not source.is_dir():
         raise CheckpointError(f"there is no folder {source}.")

@@ -20,7 +20,7 @@ class ResumableLoader:
     processes goes on from it.
     """
 
-    def __init__(self, loader: Any, processes: int = 1) -> None:
+    def __init__(self, loader: Any, processes: int) -> None:
         self._loader = loader
         self._processes = processes
         self._batches: Iterator[Any] | None = None

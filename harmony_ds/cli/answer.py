@@ -252,7 +252,7 @@ def _host_bytes_with(now: Forecast, values: Mapping[str, object]) -> int | None:
         return None
 
 
-def reply(answer: Answer, as_json: bool, note: str = "") -> int:
+def reply(answer: Answer, as_json: bool, note: str) -> int:
     """Print the answer, with a note on the machine, and return the exit code: 0 if it fits, 3 if it does not."""
     if as_json:
         print(json.dumps(answer.to_json(), indent=1))

@@ -17,7 +17,6 @@ from torch import nn
 from harmony_ds.decomposer.graph import LayerGraph, LayerSpec, ParameterSpec
 from harmony_ds.errors import ConfigError, ModelError
 
-_ALL_PLAIN: Mapping[str, int] = {}
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
@@ -246,7 +245,7 @@ def add_buffers(decomposition: Decomposition, owners: Mapping[str, nn.Module]) -
 
 
 def layer_graph(
-    decomposition: Decomposition, parameters: dict[str, nn.Parameter], stored_bytes: Mapping[str, int] = _ALL_PLAIN
+    decomposition: Decomposition, parameters: dict[str, nn.Parameter], stored_bytes: Mapping[str, int]
 ) -> LayerGraph:
     """Return the layer graph of a decomposed model; its `calls` are empty, since no forward pass has run yet.
 

@@ -85,7 +85,7 @@ class _PiecePart:
 class Exchange:
     """Exchange of a process with the others; every method is called by all processes, in the same order."""
 
-    def __init__(self, groups: ProcessGroups, rank: int, size: int, in_order: bool = True) -> None:
+    def __init__(self, groups: ProcessGroups, rank: int, size: int, in_order: bool) -> None:
         """Create the exchange of one process.
 
         Args:

@@ -14,7 +14,6 @@ from harmony_ds.model.patching import patched
 from harmony_ds.model.sameness import equal
 from harmony_ds.offload.ledger import Ledger, TrafficKind
 
-_NONE_SWAPPED: Mapping[nn.Module, Collection[str]] = {}
 Buffers = list[tuple[nn.Module, dict[str, Tensor | None]]]
 
 
@@ -90,7 +89,7 @@ class DeviceBuffers:
         modules: Sequence[nn.Module],
         device: Device,
         ledger: Ledger,
-        swapped: Mapping[nn.Module, Collection[str]] = _NONE_SWAPPED,
+        swapped: Mapping[nn.Module, Collection[str]],
     ) -> None:
         """Hold the buffers of `modules`, but for `swapped` ones (keys by module), which are swapped as weights are."""
         self._swapped = swapped

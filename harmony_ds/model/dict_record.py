@@ -17,12 +17,12 @@ class DictRecord:
     """
 
     def __init__(
-        self, chosen: Iterable[tuple[dict[str, Any], Sequence[str]]], has_contents: Callable[[Any], bool] | None = None
+        self, chosen: Iterable[tuple[dict[str, Any], Sequence[str]]], has_contents: Callable[[Any], bool]
     ) -> None:
         """Record what the dictionaries hold under the names that come with each.
 
         Args:
-            has_contents: of a value, whether it is a container whose contents are compared; None: no value is.
+            has_contents: of a value, whether it is a container whose contents are compared.
         """
         self._dictionaries: list[dict[str, Any]] = []
         self._places: list[dict[str, Any]] = []  # of each entry, its dictionary
@@ -33,7 +33,7 @@ class DictRecord:
             self._names += names
         self._counts = [*map(len, self._dictionaries)]
         self.values = [*map(getitem, self._places, self._names)]
-        self.containers = [] if has_contents is None else [value for value in self.values if has_contents(value)]
+        self.containers = [value for value in self.values if has_contents(value)]
         self.contents = [container.copy() for container in self.containers]
 
     def is_unchanged(self) -> bool:

@@ -541,7 +541,7 @@ class LayerCalls:
 
         return tensors, bring
 
-    def trial(self, request: Request, leaves: Leaves, slicing: Slicing | None = None) -> tuple[RecordedCall, list[Any]]:
+    def trial(self, request: Request, leaves: Leaves, slicing: Slicing | None) -> tuple[RecordedCall, list[Any]]:
         """Run a call with gradients, whole or sliced, to learn about its layer.
 
         Returns:

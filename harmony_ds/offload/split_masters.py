@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils import cpp_extension
 
-from harmony_ds.distributed import SINGLE_PROCESS, SingleProcess
+from harmony_ds.distributed import SingleProcess
 from harmony_ds.errors import OptimizerError
 from harmony_ds.offload.layout import blocks_of
 from harmony_ds.offload.native import GilFreeOp, compiling
@@ -54,7 +54,7 @@ class SplitMasters:
     """Elements that are joined, stepped and split at a time: few enough for a processor's last cache."""
     where = "where masters are split (harmony.split_masters), block by block"
 
-    def __init__(self, world: SingleProcess = SINGLE_PROCESS) -> None:
+    def __init__(self, world: SingleProcess) -> None:
         self._loops = _compiled()
         self._world = world
         self._weights: dict[str, Tensor] = {}  # flat, the weights' own memory

@@ -96,7 +96,7 @@ class BlockOptimizer(HostOptimizer):
         optimizer: Optimizer,
         masters: Parameters,
         blocks: SharedMasters | SplitMasters | DiskMasters,
-        world: SingleProcess = SINGLE_PROCESS,
+        world: SingleProcess,
         separate_masters: Iterable[str] = (),
     ) -> None:
         """Make an optimizer that reads and writes values by `blocks`.

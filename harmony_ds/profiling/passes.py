@@ -42,7 +42,7 @@ class ModelPasses(LayerCallObserver):
     """
 
     def __init__(
-        self, runtime: Runtime, layers: tuple[Layer, ...], unlayered: tuple[str, ...] = (), rows: Rows = WHOLE_CALLS
+        self, runtime: Runtime, layers: tuple[Layer, ...], unlayered: tuple[str, ...], rows: Rows = WHOLE_CALLS
     ) -> None:
         """Run with `unlayered` parameters, as far as they are known, and with layer calls cut into `rows`."""
         self.device = runtime.device

@@ -106,7 +106,7 @@ class Profiler:
         return profile
 
     def _profile_one_size(
-        self, sample: Sample, sizes: Sizes, check_bytes: Callable[[CostTable], None] | None = None
+        self, sample: Sample, sizes: Sizes, check_bytes: Callable[[CostTable], None] | None
     ) -> Profile:
         with self._all_have_room():
             table = self._measure(sample, sizes)

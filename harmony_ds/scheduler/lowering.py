@@ -62,7 +62,7 @@ class Lowering:
     """
 
     def __init__(
-        self, plan: Plan, costs: CostTable, machine: Machine, counts: Sequence[int] = (), pieces: int = STASH_PIECES
+        self, plan: Plan, costs: CostTable, machine: Machine, counts: Sequence[int], pieces: int = STASH_PIECES
     ) -> None:
         """Keep what to lower; `counts`: micro-batches that each stands for; empty: itself; `pieces`: of a pack's stash."""
         self._plan = plan

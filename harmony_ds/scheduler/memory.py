@@ -287,7 +287,7 @@ class DeviceMemory:
         other_views: Mapping[int, CostView],
         counts: Sequence[int],
         shared_losses: Sequence[tuple[int, ...]],
-        slices_from_host: bool = False,
+        slices_from_host: bool,
     ) -> None:
         self._packs = packs
         self._slices_from_host = slices_from_host

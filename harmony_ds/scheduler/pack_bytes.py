@@ -41,7 +41,7 @@ class PackBytes:
         runs_with_loss: whether its last call does.
     """
 
-    def __init__(self, pack: Pack, costs: CostTable, slices_from_host: bool = False) -> None:
+    def __init__(self, pack: Pack, costs: CostTable, slices_from_host: bool) -> None:
         """Work them out; `slices_from_host`: see `Policy`."""
         self.first, self.last = pack.positions[0], pack.positions[-1]
         self._calls = calls = costs.costs[self.first : self.last + 1]

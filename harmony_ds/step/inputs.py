@@ -56,7 +56,7 @@ class CallInputs:
         self._leaves = []
 
 
-def take_batches(data: Iterator[Any] | Sequence[Any], count: int, whole: bool = False) -> list[CallInputs]:
+def take_batches(data: Iterator[Any] | Sequence[Any], count: int, whole: bool) -> list[CallInputs]:
     """Take `count` micro-batches from an iterator or a list: mappings (keyword arguments), tuples or single arguments.
 
     Args:

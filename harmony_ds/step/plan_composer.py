@@ -157,7 +157,7 @@ class PlanComposer:
         return self._beside_early(compose_step, micro_batches, has_unlayered, policy, beside_bytes)
 
     def part_of_step(
-        self, micro_batches: Sequence[MicroBatch], has_unlayered: bool, first: bool, beside_bytes: int = 0
+        self, micro_batches: Sequence[MicroBatch], has_unlayered: bool, first: bool, beside_bytes: int
     ) -> tuple[Plan, Plan]:
         """Return the step over some of its micro-batches, up to their last backward pass, and from there on.
 

@@ -30,7 +30,9 @@ CONTENTS: dict[str, Change] = {
 }
 
 
-def recorded(has_contents: Callable[[Any], bool] | None = None) -> tuple[dict[str, Any], dict[str, Any], DictRecord]:
+def recorded(
+    has_contents: Callable[[Any], bool] = lambda _: False,
+) -> tuple[dict[str, Any], dict[str, Any], DictRecord]:
     one: dict[str, Any] = {"rate": 1.0, "other": 4, "empty": {}}
     other: dict[str, Any] = {"names": ["a"], "flag": False}
     chosen = [(one, ["rate", "empty"]), (other, ["names", "flag"]), (one["empty"], [])]
