@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from itertools import accumulate
 from operator import itemgetter
 from typing import Any, Protocol
 
@@ -236,10 +235,8 @@ class Interception:
         for layer in layers:
             self._intercept(layer)
             if "dynamo_ctx" not in vars(modules[layer.name]):  # else it has a compiled forward already
-                for around in accumulate(
-                    ["", *layer.name.split(".")], lambda outer, name: f"{outer}.{name}".strip(".")
-                ):
-                    self._inside.setdefault(modules[around], []).append(layer)
+                for name in _names_around(layer.name):
+                    self._inside.setdefault(modules[name], []).append(layer)
 
     def _intercept(self, layer: Layer) -> None:
         known = self._forwards.get(layer)
@@ -282,6 +279,12 @@ class Interception:
         for intercepted in self._forwards.values():
             intercepted.give_back()
         self._forwards.clear()
+
+
+def _names_around(name: str) -> list[str]:
+    """Return the names of the modules around the module `name`, outermost first (the model's is ""), and its own."""
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(len(parts) + 1)]
 
 
 def _with_pruning(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
