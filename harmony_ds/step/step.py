@@ -738,22 +738,29 @@ class Step:
 
         The micro-batches draw the same random numbers again, and so take the same way through the model.
         """
-        executor, recovery = self.context.executor, Recovery(self.context, run)
-        exchanged_before = self.context.runtime.contract.settings.exchanged_count
+        context, executor = self.context, self.context.executor
+        recovery = Recovery(context, run)
+        exchanged_before = context.runtime.contract.settings.exchanged_count
         was_running, self._is_running = self._is_running, True
         try:
             while True:
                 try:
                     self.outcome = recovery.outcome = Outcome()
-                    self._run_once(run, exchanged_before)
+                    executor.begin(self.outcome)
+                    planned = plan_run(context, run)
+                    with running(context, planned), undoing_passes(context, planned.micro_batches):
+                        if run.kind is RunKind.UPDATE_BY_HAND:
+                            executor.gradient_tasks.update_from_user_gradients(run.hyper, run.norm_options)
+                        else:
+                            executor.run(planned.plan, planned.micro_batches, run.hyper, run.norm_options)
+                            finish_run(context, run, planned)
+                        self._complete_settings(exchanged_before)
+                    if run.kind is RunKind.PART:
+                        self._update_plan = planned.update_plan
                     return
                 except BaseException as error:  # noqa: BLE001 - `recover` raises it, unless the run is to be made again
                     repetition = recovery.recover(error)
-                self._measure_again(run, repetition, executor.failure)
-                executor.failure = None  # the run is made again
-                for pending in run.pending:
-                    if not pending.has_run:
-                        pending.forget_values()
+                self._prepare_again(run, repetition)
         except BaseException as error:
             if executor.failure is not None:
                 self._note_place(error, run, executor.failure)
@@ -762,27 +769,24 @@ class Step:
         finally:
             self._is_running = was_running
 
-    def _run_once(self, run: Run, exchanged_before: int) -> None:
-        """Plan a run, and run it.
+    def _complete_settings(self, exchanged_before: int) -> None:
+        """Let recorded layer calls run again with settings of modules that a run has found to be exchanged between lanes.
 
-        Args:
-            exchanged_before: how many settings of modules were exchanged between lanes before the run's first attempt.
+        `exchanged_before`: how many were exchanged before the run.
         """
-        context, executor = self.context, self.context.executor
-        executor.begin(self.outcome)
-        planned = plan_run(context, run)
-        with running(context, planned), undoing_passes(context, planned.micro_batches):
-            if run.kind is RunKind.UPDATE_BY_HAND:
-                executor.gradient_tasks.update_from_user_gradients(run.hyper, run.norm_options)
-            else:
-                executor.run(planned.plan, planned.micro_batches, run.hyper, run.norm_options)
-                finish_run(context, run, planned)
-            settings = context.runtime.contract.settings
-            if settings.exchanged_count > exchanged_before:  # and the engine's may be others from now on
-                for waiting in self.micro_batches:
-                    waiting.micro_batch.complete_settings(settings)
-        if run.kind is RunKind.PART:
-            self._update_plan = planned.update_plan
+        settings = self.context.runtime.contract.settings
+        if settings.exchanged_count > exchanged_before:  # and the engine's may be others from now on
+            for waiting in self.micro_batches:
+                waiting.micro_batch.complete_settings(settings)
+
+    def _prepare_again(self, run: Run, repetition: Repetition) -> None:
+        """Prepare the micro-batches of a run, which has failed, to run again: measure them, and forget what they gave."""
+        executor = self.context.executor
+        self._measure_again(run, repetition, executor.failure)
+        executor.failure = None  # the run is made again
+        for pending in run.pending:
+            if not pending.has_run:
+                pending.forget_values()
 
     def _measure_again(self, run: Run, repetition: Repetition, failure: TaskFailure | None) -> None:
         """Measure micro-batches of a run that is made again: all, if each may take another way through the model.
