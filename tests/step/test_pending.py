@@ -47,7 +47,7 @@ class FakeSource:
     def share_loss(self, sources: Sequence[Any]) -> bool:
         return self.shares
 
-    def backward(self, node: Node) -> None:
+    def note_backward(self, node: Node) -> None:
         self.noted.append(node)
 
     def part(self, node: Node) -> Tensor | None:
