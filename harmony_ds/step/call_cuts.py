@@ -267,7 +267,7 @@ class CallCuts:
             self.set(before)
         success = self._try_tiles(sample, attempts, before, first.costs)  # 3, 4
         if success is None and self._may_take_slices_from_host:
-            success = self._try_slices_from_host(sample, attempts, before.tiles, first.costs)  # 5
+            success = self._try_from_host(sample, attempts, before.tiles, first.costs)  # 5
         return success
 
     def _try_tiles(
@@ -291,10 +291,10 @@ class CallCuts:
             costs = tried.costs
         return self._try_slices(sample, attempts) if self.now.tiles.cut else None
 
-    def _try_slices_from_host(
+    def _try_from_host(
         self, sample: Sample, attempts: _Attempts[_Found], first_tiles: Tiles, of_whole: CostTable | None
     ) -> _Success[_Found] | None:
-        """Return the success with all between layers on the host, beside `first_tiles` or the last ones; None: none fits.
+        """Return the success with what is between layers on the host, beside `first_tiles` or the last tiles; None: none.
 
         `of_whole`: see `_try_slices`.
         """
