@@ -327,6 +327,22 @@ def test_slices_from_the_host_hold_one_slice_of_the_stash() -> None:
     assert at_most["B0.0"] == at["B0.0"] - 1_000 + 3 * CROSSING + last  # which is on its way out
 
 
+def test_slices_run_forward_before_the_first_gradients_are_there() -> None:
+    cost = replace(
+        SLICED.costs[0],
+        forward=replace(COST.forward, peak_bytes=100_000),  # more than the loss and the backward pass take
+        backward=replace(COST.backward, summed_bytes=4_032),
+    )
+    costs = replace(SLICED, costs=(cost,) * CALLS)
+    packing = Packer(GRAPH, costs, FP32).packing((0, 3, CALLS))
+    plan = make_plan(packing, costs, request(None, 2), FROM_HOST)
+    at = dict(zip(map(str, plan.tasks), plan.activation_bytes, strict=True))
+    kept = (
+        COST.backward.input_gradient_bytes - CROSSING
+    )  # of micro-batch 0, what of its gradients does not go to the host
+    assert at["L1.1"] == at["L1.0"] + kept + plan.packs[1].gradient_bytes
+
+
 def test_slices_from_the_host_move_all_of_the_stash_both_ways() -> None:
     swaps = swaps_of(sliced_plan(2, FROM_HOST), SLICED)
     assert (swaps.stash_in, swaps.stash_out) == (2 * CALLS * CROSSING, 2 * CALLS * CROSSING - 2 * CROSSING)
