@@ -1,5 +1,6 @@
 """Find the layers of any `nn.Module`: its repeated blocks, and every other module that owns parameters directly. A layer
-that peft has put adapters beside is one with them.
+that peft has put adapters beside is one with them. Embeddings and their norms are one layer with the module that adds
+them up: the sums of all rows are not held one beside the other then, since a layer may take a few rows at a time.
 
 `find_layers` takes a model and returns its `Layer`s in registration order, since the order of their calls is only known
 after a forward pass. No architecture is named here.
@@ -95,10 +96,11 @@ def find_layers(model: nn.Module, patterns: tuple[str, ...] = (), room: Room | N
     if not canonical:
         raise ModelError(f"{type(model).__name__} has no parameters: there is nothing to train.")
     blocks = _matching(model, patterns) if patterns else _repeated_blocks(model, room)
+    embeddings = {m for m in model.modules() if _adds_embeddings(m) and (room is None or room.holds(m))}
     layers: list[Layer] = []
     unlayered: list[str] = []
     seen: set[nn.Module] = set()  # a model may hold one module in several places
-    for owner in _parameter_owners(model, "", blocks):
+    for owner in _parameter_owners(model, "", blocks, embeddings):
         if owner.module in seen:
             continue
         seen.add(owner.module)
@@ -185,6 +187,21 @@ def _is_adapted_layer(module: nn.Module) -> bool:
     return any(base.__name__ == "BaseTunerLayer" for base in type(module).__mro__)
 
 
+def _adds_embeddings(module: nn.Module) -> bool:
+    """Return whether `module` has a forward, and consists of embeddings and norms, as a BERT's embeddings do."""
+    if type(module).forward is nn.Module.forward:  # other modules call its parts
+        return False
+    parts = [child for child in module.children() if any(True for _ in child.parameters())]
+    embeddings = [part for part in parts if isinstance(part, nn.Embedding)]
+    others = [part for part in parts if not isinstance(part, nn.Embedding)]
+    return bool(embeddings and others) and all(map(_is_norm, others))
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """Return whether all parameters of `module` are vectors, such as those of a LayerNorm."""
+    return all(parameter.dim() == 1 for parameter in module.parameters())
+
+
 def _outermost_elements(module: nn.Module, covered: set[nn.Module]) -> Iterator[nn.Module]:
     """Yield the elements of the outermost lists below `module` that contain no block found already."""
     for child in module.children():
@@ -216,18 +233,25 @@ class _ParameterOwner:
     is_layer: bool
 
 
-def _parameter_owners(module: nn.Module, name: str, blocks: set[nn.Module]) -> Iterator[_ParameterOwner]:
-    """Yield the modules at or below `module` that have parameters, in registration order, nothing inside a layer."""
+def _parameter_owners(
+    module: nn.Module, name: str, blocks: set[nn.Module], embeddings: set[nn.Module]
+) -> Iterator[_ParameterOwner]:
+    """Yield the modules at or below `module` that have parameters, in registration order, nothing inside a layer.
+
+    Args:
+        embeddings: modules that may be layers, though all their parameters are those of modules inside them.
+    """
     if module in blocks:
         yield _ParameterOwner(name, module, is_layer=True)
         return
-    if _is_adapted_layer(module) or any(parameter is not None for parameter in module._parameters.values()):
+    owns = any(parameter is not None for parameter in module._parameters.values())
+    if owns or module in embeddings or _is_adapted_layer(module):
         is_layer = not isinstance(module, _CONTAINERS) and not any(inner in blocks for inner in module.modules())
         yield _ParameterOwner(name, module, is_layer)
         if is_layer:
             return
     for child_name, child in module.named_children():
-        yield from _parameter_owners(child, f"{name}.{child_name}" if name else child_name, blocks)
+        yield from _parameter_owners(child, f"{name}.{child_name}" if name else child_name, blocks, embeddings)
 
 
 def add_buffers(decomposition: Decomposition, owners: Mapping[str, nn.Module]) -> Decomposition:

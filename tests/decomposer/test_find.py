@@ -14,6 +14,7 @@ from tests.families import FAMILIES, MODULES, WIDTH, Block, Family
 EVERY_FAMILY = FAMILIES + MODULES
 LAYERS = {
     "gpt2": "transformer.wte transformer.wpe transformer.h.0 transformer.h.1 transformer.h.2 transformer.ln_f lm_head",
+    "bert": "bert.embeddings bert.encoder.layer.0 bert.encoder.layer.1 bert.encoder.layer.2 cls.predictions",
     "t5": (
         "shared encoder.embed_tokens encoder.block.0 encoder.block.1 encoder.final_layer_norm "
         "decoder.embed_tokens decoder.block.0 decoder.block.1 decoder.final_layer_norm lm_head"
@@ -110,6 +111,54 @@ def test_a_model_that_is_one_layer_is_named_by_the_empty_string() -> None:
     found = find_layers(nn.Linear(2, 2))
 
     assert [(layer.name, layer.parameters) for layer in found.layers] == [("", ("weight", "bias"))]
+
+
+class Embeddings(nn.Module):
+    """What a BERT begins with: embeddings, a norm of their sum, and what a test adds."""
+
+    def __init__(self, **more: nn.Module) -> None:
+        super().__init__()
+        self.words, self.places, self.dropout = nn.Embedding(9, 2), nn.Embedding(4, 2), nn.Dropout(0.1)
+        self.norm = nn.LayerNorm(2)
+        for name, module in more.items():
+            setattr(self, name, module)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the norm of the sum of both."""
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        return self.dropout(self.norm(self.words(tokens) + self.places(places)))
+
+
+class CalledByParts(Embeddings):
+    """Embeddings without a forward: another module calls what is inside."""
+
+    forward = nn.Module.forward
+
+
+PARTS = "embeddings.words embeddings.places embeddings.norm"
+TAKEN = 2 * (9 * 2 + 4 * 2 + 2 + 2) * 8
+"""Bytes of a device of which weights and gradients of `Embeddings` take half."""
+
+
+@pytest.mark.parametrize(
+    ("embeddings", "patterns", "fits_bytes", "expected"),
+    [
+        (Embeddings(), (), None, "embeddings"),
+        (Embeddings(), (), TAKEN, "embeddings"),
+        (Embeddings(), (), TAKEN - 1, PARTS),
+        (Embeddings(), ("embeddings.words",), None, PARTS),
+        (Embeddings(head=nn.Linear(2, 2)), (), None, f"{PARTS} embeddings.head"),
+        (CalledByParts(), (), None, PARTS),
+    ],
+    ids=("whole", "fits", "too large", "a part is named", "a part is neither", "no forward"),
+)
+def test_embeddings_and_their_norm_are_one_layer(
+    embeddings: nn.Module, patterns: tuple[str, ...], fits_bytes: int | None, expected: str
+) -> None:
+    model = nn.ModuleDict({"embeddings": embeddings, "blocks": nn.ModuleList([Block(0.0)])})
+    room = None if fits_bytes is None else Room(fits_bytes, weight_bytes=4, gradient_bytes=4)
+    found = names(find_layers(model, patterns, room))
+    assert found.replace(f" {parts_of(0)}", "").replace(" blocks.0", "") == expected
 
 
 SHARED = Block(0.0)
