@@ -92,7 +92,9 @@ class SharedLoss:
         if node.read is None:
             return None
         if node.sources[0] not in outputs:
-            return torch.zeros(node.shape, dtype=node.dtype, device=node.device, requires_grad=node.requires_grad)
+            # No leaf, which would be kept with its gradient while the model is measured:
+            zero = torch.zeros((), dtype=node.dtype, device=node.device, requires_grad=node.requires_grad)
+            return zero.repeat(node.shape)
         return _dividing_gradients(node.read(outputs[node.sources[0]]), divisor)
 
     def objective(self) -> Tensor | None:
