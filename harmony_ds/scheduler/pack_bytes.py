@@ -73,8 +73,8 @@ class PackBytes:
         if costs.in_slices:  # no graph is kept: forward as any other pack, then backward as any other pack
             held = costs.held_bytes + 2 * costs.scalar_bytes  # the loss, and its scaled copy
             loss = costs.loss_bytes if slices_from_host else 0
-            before_sums = max(self._forward, loss) - all_missing[len(calls)]
-            self._fused_first = max(before_sums, held + self._backward_first)
+            without_sums = max(self._forward, loss) - all_missing[len(calls)]
+            self._fused_first = max(without_sums, held + self._backward_first)
             self._fused_later = max(self._forward, loss, held + self._backward_later)
         else:
             tied = self._tied_gradients(pack)
