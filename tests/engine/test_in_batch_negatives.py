@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from harmony_ds import DoesNotFitError, HarmonyEngine
 from tests.engine.drive import LossOf, config_of, engine_for, loop_plainly, loop_with, sgd
-from tests.inside import take_from_host
+from tests.inside import planner_of, take_from_host
 
 pytestmark = pytest.mark.fixed_times
 
