@@ -90,6 +90,7 @@ class MicroBatchMeasurement:
         flow: what is handed from layer to layer, where several devices are to run them.
         outputs: bytes of the model's outputs, or of a head's input that waits for the loss in their place, and of the graph
             of the code after the last call.
+        freed_outputs, making: see `CostTable.output_freed_bytes` and `making_bytes`.
         crossing: tensors that may wait on the host between two calls.
         end, loss_phase: see `CostTable.end_bytes` and `loss_bytes`.
         in_slices, rows: see `CostTable`.
@@ -105,6 +106,8 @@ class MicroBatchMeasurement:
     spans: set[tuple[int, int]] = field(default_factory=set)
     flow: Flow = field(default_factory=Flow)
     outputs: int = 0
+    freed_outputs: int = 0
+    making: int = 0
     crossing: tuple[CrossingValue, ...] = ()
     end: int = 0
     loss_phase: int = 0
@@ -132,6 +135,8 @@ class MicroBatchMeasurement:
             held_and_stashed_bytes=self.held_and_stashed,
             flow=self.flow,
             output_bytes=self.outputs,
+            output_freed_bytes=self.freed_outputs,
+            making_bytes=self.making,
             crossing=self.crossing,
             end_bytes=self.end,
             loss_bytes=self.loss_phase,

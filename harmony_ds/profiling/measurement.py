@@ -153,12 +153,16 @@ class Measurement(LayerCallObserver):
                 self._flow.in_loss = True
             self._trace.begin(measured.loss)
             loss = sample.surrogate_loss(outputs)
+        measured.making = max(measured.end, before.left_bytes + self._interval.peak()) + 2 * measured.scalar
         if self._flow is not None:
             measured.flow = self._flow.flow
         self._check_surprises()
         self._check_unwritten(self._unlayered)
         measured.spans = self._passes.inter_layer.spans(self._consumers(), loss, len(measured.calls))
-        self._trace.begin(measured.propagate)  # which frees the outputs first, as a step does
+        self._trace.begin(measured.propagate)
+        with_outputs = self._interval.alive()
+        del outputs  # as a step does before it propagates
+        measured.freed_outputs = with_outputs - self._interval.alive()
         return loss, before
 
     def _propagate_loss(self, loss: Tensor | None, before: _BeforeLoss) -> None:

@@ -218,6 +218,8 @@ class CostTable:
         crossing: tensors that may wait on the host between two calls.
         output_bytes: what the model's outputs and the graph of the code after the last call hold until the loss is made;
             where the last call runs with a loss that is made later, its input in their place, until that is propagated.
+        output_freed_bytes: the part of them that is freed before the loss is propagated back from: no graph needs it.
+        making_bytes: the part of `tail_bytes` that comes before that.
         allocations: what a micro-batch allocates, request by request; None: not known.
         end_bytes: the part of `tail_bytes` that comes before the model's outputs are there.
         loss_bytes: the most that the micro-batch has, beside its stash, while its loss is made and propagated back from,
@@ -238,6 +240,8 @@ class CostTable:
     in_slices: bool = False
     flow: Flow = field(default_factory=Flow)
     output_bytes: int = 0
+    output_freed_bytes: int = 0
+    making_bytes: int = 0
     crossing: tuple[CrossingValue, ...] = ()
     allocations: Allocations | None = None
     end_bytes: int = 0
@@ -275,6 +279,7 @@ class CostTable:
             f.name for f in fields(CostTable) if f.name not in ("calls", "costs", "flow", "crossing", "allocations")
         ]
         most = {name: max(getattr(self, name), getattr(other, name)) for name in rest}
+        most["output_freed_bytes"] = min(self.output_freed_bytes, other.output_freed_bytes)
         larger = max(self, other, key=lambda table: sum(table.flow.nbytes))
         flow = larger.flow.at(positions_of(larger.calls, order))
         larger = max(self, other, key=lambda table: sum(value.nbytes for value in table.crossing))

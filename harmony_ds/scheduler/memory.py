@@ -294,7 +294,7 @@ class DeviceMemory:
         self._default_view = self._view = view  # `_view`: of the task that runs
         self._other_views = other_views  # by micro-batch
         self._counts = counts
-        self._first_to_propagate = {micro_batches[-1] for micro_batches in shared_losses}
+        self._first_to_propagate = {micro_batches[-1]: micro_batches[:-1] for micro_batches in shared_losses}
         self._last_to_propagate = {micro_batches[0] for micro_batches in shared_losses}
         self._weight_total, self._gradient_total, self._held_total = _Total(), _Total(), _Total()
         held = self._held_total  # by micro-batches, beside what leaves
@@ -367,11 +367,21 @@ class DeviceMemory:
         sums_exist = self._add_gradients(task, pack)
         self._release_waiting(micro_batch)
         peak = self._all_bytes + pack.fused_peak_bytes(sums_exist)
+        if micro_batch in self._first_to_propagate:
+            # The outputs of all that share the loss are freed before it is propagated back from.
+            freed_bytes = sum(map(self._freed_output_bytes, self._first_to_propagate[micro_batch]))
+            peak = max(peak - freed_bytes, self._all_bytes + pack.making_peak_bytes(sums_exist))
         # What it holds from before this pack waited with it; what came with this pack goes with its graph.
         from_before = min(self._view.costs.held_bytes, pack.after_forward_bytes)
         self._held_between_passes[micro_batch] = from_before + self._view.loss_bytes
         self._wait_after_backward(task, pack)
         return max(peak, self._all_bytes)
+
+    def _freed_output_bytes(self, micro_batch: int) -> int:
+        """Return what of the outputs that a micro-batch holds is freed when the loss that it shares has been made."""
+        if micro_batch not in self._outputs:
+            return 0
+        return self._other_views.get(micro_batch, self._default_view).measured.output_freed_bytes
 
     def _run_backward(self, task: Task, pack: PackBytes) -> int:
         micro_batch, from_graph = task.micro_batch, task.kind is TaskKind.BACKWARD_FROM_GRAPH

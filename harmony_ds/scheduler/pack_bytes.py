@@ -76,10 +76,13 @@ class PackBytes:
             without_sums = max(self._forward, loss) - all_missing[len(calls)]
             self._fused_first = max(without_sums, held + self._backward_first)
             self._fused_later = max(self._forward, loss, held + self._backward_later)
+            self._making_first, self._making_later = self._fused_first, self._fused_later
         else:
             tied = self._tied_gradients(pack)
             self._fused_first = self._fused_peak(all_missing, tied)
             self._fused_later = self._fused_peak(none_missing, tied)
+            self._making_first = self._making_peak(costs.making_bytes) - all_missing[len(calls)]
+            self._making_later = self._making_peak(costs.making_bytes)
 
     # ---- the peaks
 
@@ -106,6 +109,10 @@ class PackBytes:
         packs. `sums_exist` and what is counted of sums: as in `backward_peak_bytes`.
         """
         return self._fused_later if sums_exist else self._fused_first
+
+    def making_peak_bytes(self, sums_exist: bool) -> int:
+        """Return the part of `fused_peak_bytes` that comes before the loss is propagated back from."""
+        return self._making_later if sums_exist else self._making_first
 
     @property
     def from_graph_excess_bytes(self) -> int:
@@ -162,6 +169,15 @@ class PackBytes:
             stash -= 0 if self._slices_from_host else call.stash.on_device_bytes
             unsummed += call.backward.unsummed_bytes
         return max(most, unsummed - missing_sums[0])
+
+    def _making_peak(self, making_bytes: int) -> int:
+        """Return the way forward of `_fused_peak`, with what making the loss takes in the place of the tail."""
+        graphs = (call.forward.graph_bytes for call in self._calls)
+        before = [*accumulate(graphs, initial=self._calls[0].waiting.alive_bytes)]
+        most = before[-1] + making_bytes
+        for place, call in enumerate(self._calls):
+            most = max(most, before[place] + call.forward.peak_bytes)
+        return most
 
     def _fused_peak(self, missing_sums: list[int], tied: list[int]) -> int:
         """Return the larger of the way forward and the way back, `before` being the waiting bytes of the first call and

@@ -103,6 +103,22 @@ def test_the_input_of_a_head_waits_for_a_shared_loss_until_it_has_been_propagate
     assert more == ["L1.1 7000", "B1.0 7000"]
 
 
+def test_outputs_that_no_graph_needs_are_gone_when_a_shared_loss_is_propagated_back_from() -> None:
+    """Making the loss takes them all: at least so much is planned."""
+    both = ((0, 1),)
+    tasks = compose_step(reused(TWO), Group(fresh=(0, 1), shared_losses=both), ON_DEVICE)
+    fused = text(tasks).split().index("L1.1")
+    whole = CostTable((0, 1), (COST, COST), tail_bytes=90_000, output_bytes=7_000, making_bytes=90_000)
+
+    def peak(costs: CostTable) -> int:
+        return walk_memory(TWO, tasks, costs, shared_losses=both).activation_bytes[fused]
+
+    for making_bytes, less in ((90_000, 0), (88_000, 2_000), (10_000, 4_000)):
+        freeing = replace(whole, output_freed_bytes=4_000, making_bytes=making_bytes)
+        assert peak(whole) - peak(freeing) == less
+        assert peak(freeing.worst(whole)) == peak(whole.worst(freeing)) == peak(whole)
+
+
 def test_weights_are_there_from_swap_in_to_evict() -> None:
     tasks, profile = walk(TWO, costs_of((0, 1)), 1, Policy(prefetch=False, deferred_update=False))
     assert tasks == "I0 F0.0 E0 I1 L1.0 O1 U1 E1 I0 B0.0 G1 O0 U0 E0 G0"

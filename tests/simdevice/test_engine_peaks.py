@@ -167,6 +167,22 @@ def test_what_waits_for_a_loss_of_several_forward_passes_in_tiles_of_tokens_is_p
     assert report.planned_peak_bytes / MOST <= report.device_peak_bytes <= report.planned_peak_bytes + numbers
 
 
+@pytest.mark.parametrize("group", [1, 2])
+@pytest.mark.parametrize("stash", ["host", "device"])
+def test_logits_of_several_passes_are_freed_before_their_losses_are_propagated_back_from(
+    stash: str, group: int
+) -> None:
+    """Those that share a loss, which is made of losses that the model has made: no graph needs the logits."""
+    harmony = {"pack_layers": 1, "residency": "off", "stash": stash, "keep_graphs": False}
+    with engine_for(llama(), small_sgd, config_of(group, None, harmony), device=SimDevice()) as engine:
+        for step in range(2 * group):
+            one, other = (engine(**batch(2 * step + place)).loss for place in range(2))
+            engine.backward(one * other)
+            engine.step()
+        report = engine.memory_report()
+    assert report.device_peak_bytes <= report.planned_peak_bytes <= 1.05 * report.device_peak_bytes
+
+
 def read_loss(engine: HarmonyEngine, index: int) -> Tensor:
     loss: Tensor = engine(**batch(index)).loss
     assert loss.item() > 0
