@@ -255,19 +255,22 @@ class PlanSearch:
         """
         if request.budget_bytes is None or not is_replayed(request, costs):
             return choices
-        chosen = choices[0]
-        if chosen.reserved_bytes is None:
-            chosen = replayed(chosen, request, costs, self.smallest_ratio)
-        if not is_served(chosen, request):
-            if self._cuts.may_try_others:
-                raise _short_of_room()
-            self._warn_of_allocator(chosen, request)
-        return (chosen, *choices[1:])
+
+        def check() -> Choice:
+            chosen = choices[0]
+            if chosen.reserved_bytes is None:
+                chosen = replayed(chosen, request, costs, self.smallest_ratio)
+            if not is_served(chosen, request):
+                if self._cuts.may_try_others:
+                    raise _short_of_room()
+                self._warn_of_allocator(chosen, request)
+            return chosen
+
+        # As in a search: one process decides for all.
+        return (self._runtime.world.compute_on_first("plan", check), *choices[1:])
 
     def _warn_of_allocator(self, chosen: Choice, request: PlanRequest) -> None:
-        """Warn, once for all processes, that the allocator cannot serve the plan that is to run."""
-        if self._runtime.world.rank != 0:
-            return
+        """Warn that the allocator cannot serve the plan that is to run; called in the first process alone."""
         assert chosen.reserved_bytes is not None and self._runtime.device.budget_bytes is not None
         plan, remedy = "harmony.plan", "plan again"
         if self._saved is None:
