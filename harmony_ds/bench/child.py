@@ -27,8 +27,8 @@ from harmony_ds.bench.workload import Batch, Workload
 class ChildFailedError(Exception):
     """The engine's process raised or ended; the message is its last line."""
 
-    def __init__(self, message: str, out_of_memory: bool) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, out_of_memory: bool = False) -> None:
+        super().__init__(message)  # with which a pickle makes it anew, and then sets attributes
         self.out_of_memory = out_of_memory
 
 

@@ -333,6 +333,12 @@ def test_the_best_micro_batch_is_searched_by_doubling(task: Workload, monkeypatc
     assert one.task.micro_batch == int(min(one.sweep, key=lambda rows: one.sweep[rows]["step_ms"]))
 
 
+def test_an_error_comes_whole_out_of_its_process() -> None:
+    sent = pickle.loads(pickle.dumps(ChildFailedError("too large", out_of_memory=True)))
+
+    assert (str(sent), sent.out_of_memory) == ("too large", True)
+
+
 class Scripted(Here):
     """Steps that take the milliseconds of the script, by micro-batch; without one they are out of memory."""
 
