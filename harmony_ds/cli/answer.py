@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -210,11 +210,13 @@ def _ways_to_less_on_host(now: Forecast) -> Iterator[str]:
     """
     missing_bytes = now.host_missing_bytes
     saved_bytes: dict[str, int] = {}  # by setting
+    known = [now]
     for values, remark in _settings_with_less_on_host(now):
-        total_bytes = _host_bytes_with(now, values)
-        if total_bytes is not None:
+        changed = _forecast_with(known, values)
+        if changed is not None:
+            known.append(changed)
             setting = json.dumps(with_values({}, values))[1:-1] + remark  # as in a ds_config, without its braces
-            saved_bytes[setting] = now.host_total_bytes - total_bytes
+            saved_bytes[setting] = now.host_total_bytes - changed.host_total_bytes
     enough = [setting for setting, saved in saved_bytes.items() if saved >= missing_bytes]
     others = [setting for setting, saved in saved_bytes.items() if 0 < saved < missing_bytes]
     for setting in enough:
@@ -238,16 +240,18 @@ def _settings_with_less_on_host(now: Forecast) -> Iterator[tuple[Mapping[str, ob
     yield {STEPS: config.gradient_accumulation_steps // 2}, ""
 
 
-def _host_bytes_with(now: Forecast, values: Mapping[str, object]) -> int | None:
-    """Return the host bytes of training with `values` in the ds_config; None: they contradict it, or no plan fits."""
-    config = now.survey.config
+def _forecast_with(known: Sequence[Forecast], values: Mapping[str, object]) -> Forecast | None:
+    """Return the forecast with `values` in the ds_config of the first of `known` (see `forecast_under`).
+
+    None: they contradict that ds_config, or no plan fits.
+    """
+    config = known[0].survey.config
     sizes = {
         MICRO_BATCH: config.micro_batch,
         STEPS: config.gradient_accumulation_steps,
     }  # options may have changed them
     try:
-        changed = load_config(config.raw, instead={**sizes, **values})
-        return forecast_under(now, changed).host_total_bytes
+        return forecast_under(known, load_config(config.raw, instead={**sizes, **values}))
     except (ConfigError, DoesNotFitError):
         return None
 

@@ -6,7 +6,7 @@ runs here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -133,25 +133,28 @@ def forecast(survey: Survey, host_budget_bytes: int | None = None) -> Forecast:
     return Forecast(survey, search_with(request)[0], host_budget_bytes)
 
 
-def forecast_under(now: Forecast, config: Config) -> Forecast:
+def forecast_under(known: Sequence[Forecast], config: Config) -> Forecast:
     """Return the forecast under a ds_config with other gradients, stash, optimizer state, or micro-batches in a step.
 
-    Where `config` changes nothing that a search asks for but the bytes of gradients, the plan stays that of `now`, if host
-    and device have room for it; else a quick search finds one.
+    Where `config` changes nothing of what a search asked for but the bytes of gradients, its plan stays, if host and device
+    have room for it; else a quick search finds one.
 
     Args:
+        known: forecasts for the same model, host and device; the first one's ds_config is the one that is changed.
         config: as `Survey.under` takes it.
 
     Raises:
         DoesNotFitError: no plan fits the device.
     """
+    now = known[0]
     survey = now.survey.under(config)
-    kept = _with_plan_of(now, survey)
-    if kept is None:
-        return forecast(survey, now.host_budget_bytes)
-    request, machine = _request_with_host(survey, now.host_budget_bytes), survey.profile.machine
-    (choice,) = search(survey.graph, survey.costs, machine, survey.element, request, fastest=(kept,))
-    return Forecast(survey, choice, now.host_budget_bytes)
+    for one in known:
+        kept = _with_plan_of(one, survey)
+        if kept is not None:
+            request, machine = _request_with_host(survey, now.host_budget_bytes), survey.profile.machine
+            (choice,) = search(survey.graph, survey.costs, machine, survey.element, request, fastest=(kept,))
+            return Forecast(survey, choice, now.host_budget_bytes)
+    return forecast(survey, now.host_budget_bytes)
 
 
 def _with_plan_of(now: Forecast, survey: Survey) -> Choice | None:
