@@ -246,10 +246,8 @@ def _forecast_with(known: Sequence[Forecast], values: Mapping[str, object]) -> F
     None: they contradict that ds_config, or no plan fits.
     """
     config = known[0].survey.config
-    sizes = {
-        MICRO_BATCH: config.micro_batch,
-        STEPS: config.gradient_accumulation_steps,
-    }  # options may have changed them
+    # Options may have changed these:
+    sizes = {MICRO_BATCH: config.micro_batch, STEPS: config.gradient_accumulation_steps}
     try:
         return forecast_under(known, load_config(config.raw, instead={**sizes, **values}))
     except (ConfigError, DoesNotFitError):

@@ -301,7 +301,7 @@ def _taken(hidden: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _moved(places: Tensor, device: torch.device) -> Tensor:
-    """Return places of the host on a device, without waiting for it: they are read before the call returns."""
+    """Return places of the host on a device, without waiting for it: of ordinary memory, CUDA reads before it returns."""
     return places.to(device, non_blocking=True)
 
 

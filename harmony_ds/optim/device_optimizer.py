@@ -189,14 +189,17 @@ class DeviceOptimizer:
 
 
 def is_stepped_on_device(name: str) -> bool:
-    """Return whether the optimizer of this name in a ds_config can step parameters on the device, see `refusal`."""
+    """Return whether the optimizer of this name in a ds_config is one that can step parameters on the device.
+
+    Its options, the masters and the program's hooks may still forbid it (`refusal`).
+    """
     return name.lower() in {known.lower() for known in _TEMPORARIES}
 
 
 def _laid_out(gradient: Tensor) -> Tensor:
     """Return a gradient with a parameter's strides, which fused kernels insist on, in dimensions of size 1 as well.
 
-    That of a convolution of 1 x 1 may have others there: then nothing is copied.
+    A convolution of 1 x 1 may give others there, for which nothing is copied; a gradient that is not contiguous is.
     """
     return gradient.contiguous().view(-1).view(gradient.shape)
 

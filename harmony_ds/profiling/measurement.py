@@ -136,7 +136,7 @@ class Measurement(LayerCallObserver):
         self._settle_between_calls()
 
     def _run_forward(self, sample: Sample) -> tuple[Tensor | None, _BeforeLoss]:
-        """Run the forward pass, and make the loss, after which the outputs are gone; check what the model has done."""
+        """Run the forward pass, make the loss, drop the outputs; note what each takes, and check what the model did."""
         measured = self._measured
         self._interval.begin()
         self._trace.begin(measured.lead)

@@ -12,7 +12,8 @@ for the plan that was found, whose allocations are replayed (`replay`). What a s
 
     with the guess a plan is served    less and less is left, as long as plans are served; the fastest is taken
     none is                            more and more is left, until one is served; if it is slower, amounts between both are
-                                       left, then parts of the guess: plans that take as much may be in other pieces
+                                       left; if none as fast is served yet, parts of the guess: plans that take as much may
+                                       be in other pieces
     none is served at all              one that is served by luck is taken, unless micro-batches differ in size
 """
 
@@ -34,7 +35,7 @@ _SEARCHES = 3
 _GRAIN = 64
 """Part of the budget: the least by which what is left changes from one search to the next."""
 _MOST_AT_ONCE = 8
-"""And so many times that at most."""
+"""What is left grows by at most so many grains from one search to the next."""
 _SAFETY = 256
 """Part of the budget that no replay uses: a step does not quite allocate what was measured."""
 _LUCK = 512
@@ -42,9 +43,9 @@ _LUCK = 512
 _MUCH = 16
 """Where more than this part of the budget is left, less is tried: a plan with more in use may be in fewer pieces."""
 _PARTS_OF_GUESS = (2, 4)
-"""Where the plan that is served is slower than the one with the guess left, these parts of the guess are left, too."""
+"""Where no plan is served that is as fast as the one with the guess left, these parts of the guess are left, too."""
 _BISECTIONS = 3
-"""Before that, the middle between what was left for the one and the other is left, so often at most."""
+"""Before that, so often at most, the middle is left between the guess and what was left for a plan that is served."""
 _AS_FAST = 1.01
 """Of the plans that one search finds, those that take so many times the time of the fastest may be taken for it."""
 
@@ -130,7 +131,10 @@ class _FragmentSearch:
         found = self._fastest_with_parts_of_guess(first, found)
         if self._serves(found) or self._smallest_ratio != 1.0:
             return found
-        return self._lucky_first(first) or self._lucky_first(found) or found
+        lucky = self._lucky_first(first)
+        if lucky is None and found is not first:
+            lucky = self._lucky_first(found)
+        return lucky or found
 
     # ---- one search
 
@@ -159,10 +163,6 @@ class _FragmentSearch:
         """Return how much less the allocator has to reserve for the first plan than it may; below 0: how much more."""
         assert fitting.first.reserved_bytes is not None
         return _limit_bytes(self._request, fitting.first.plan.policy) - fitting.first.reserved_bytes
-
-    def _is_better(self, served: Fitting, other: Fitting) -> bool:
-        """Return whether a plan that is served is to run instead of another one, which may not be."""
-        return not self._serves(other) or served.step_ms < other.step_ms
 
     def _lucky_first(self, fitting: Fitting) -> Fitting | None:
         """Return the fitting with one of its replayed plans first that is served by luck; None: none is."""
@@ -217,7 +217,7 @@ class _FragmentSearch:
             middle = self._search_leaving((least_bytes + fastest.fragment_bytes) // 2)
             if not self._serves(middle):
                 least_bytes = middle.fragment_bytes
-            elif self._is_better(middle, fastest):
+            elif middle.step_ms < fastest.step_ms:
                 fastest = middle
             else:
                 break
@@ -230,7 +230,7 @@ class _FragmentSearch:
             if self._serves(fastest) and _is_as_fast(fastest, first):
                 break
             other = self._search_leaving(first.fragment_bytes // part)
-            if self._serves(other) and self._is_better(other, fastest):
+            if self._serves(other) and (other.step_ms < fastest.step_ms or not self._serves(fastest)):
                 fastest = other
         return fastest
 

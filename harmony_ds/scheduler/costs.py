@@ -219,7 +219,7 @@ class CostTable:
         output_bytes: what the model's outputs and the graph of the code after the last call hold until the loss is made;
             where the last call runs with a loss that is made later, its input in their place, until that is propagated.
         output_freed_bytes: the part of them that is freed before the loss is propagated back from: no graph needs it.
-        making_bytes: the part of `tail_bytes` that comes before that.
+        making_bytes: the part of `tail_bytes` that comes before the loss is propagated back from.
         allocations: what a micro-batch allocates, request by request; None: not known.
         end_bytes: the part of `tail_bytes` that comes before the model's outputs are there.
         loss_bytes: the most that the micro-batch has, beside its stash, while its loss is made and propagated back from,

@@ -111,7 +111,10 @@ class PackBytes:
         return self._fused_later if sums_exist else self._fused_first
 
     def making_peak_bytes(self, sums_exist: bool) -> int:
-        """Return the part of `fused_peak_bytes` that comes before the loss is propagated back from."""
+        """Return the part of `fused_peak_bytes` that comes before the loss is propagated back from.
+
+        In slices it is all of it: the parts are not told apart.
+        """
         return self._making_later if sums_exist else self._making_first
 
     @property
@@ -171,7 +174,7 @@ class PackBytes:
         return max(most, unsummed - missing_sums[0])
 
     def _making_peak(self, making_bytes: int) -> int:
-        """Return the way forward of `_fused_peak`, with what making the loss takes in the place of the tail."""
+        """Return the way forward of `_fused_peak`, with `making_bytes` in the place of the tail."""
         graphs = (call.forward.graph_bytes for call in self._calls)
         before = [*accumulate(graphs, initial=self._calls[0].waiting.alive_bytes)]
         most = before[-1] + making_bytes
@@ -191,10 +194,7 @@ class PackBytes:
         count = len(self._calls)
         graphs = (call.forward.graph_bytes for call in self._calls)
         before = [*accumulate(graphs, initial=self._calls[0].waiting.alive_bytes)]
-        most = before[count] + self._tail_bytes
-        for place, call in enumerate(self._calls):
-            most = max(most, before[place] + call.forward.peak_bytes)
-        most -= missing_sums[count]
+        most = self._making_peak(self._tail_bytes) - missing_sums[count]
         unsummed = 0
         for place in reversed(range(count)):
             backward = self._calls[place].backward

@@ -56,7 +56,7 @@ class Rows:
 
     @property
     def keep_no_graph(self) -> bool:
-        """Whether the fused pack is recomputed as the others are: one graph of all rows would take what slices save."""
+        """Whether the fused pack is recomputed as the others are: its graph would take what slices, or the host, save."""
         return self.cuts or self.from_host
 
 

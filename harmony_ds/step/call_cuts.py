@@ -83,8 +83,11 @@ class Cuts:
 
     def round_alike(self, other: Cuts) -> bool:
         """Return whether results are the same to the bit with both."""
-        rows, others = (sizes and replace(sizes, from_host=False) for sizes in (self.rows, other.rows))
-        return (rows, self.tiles) == (others, other.tiles)
+        return self._from_device() == other._from_device()
+
+    def _from_device(self) -> Cuts:
+        """Return the same cuts of inputs that wait on the device."""
+        return self if self.rows is None else replace(self, rows=replace(self.rows, from_host=False))
 
     def __str__(self) -> str:
         sizes, parts = self.rows or WHOLE, []

@@ -409,7 +409,7 @@ class PendingMicroBatch:
         return self.loss.objective() if self is self.loss.members[-1] else None
 
     def surrogate_loss(self, outputs: Any) -> Tensor | None:
-        """Return a loss of `outputs`, for measuring a backward pass: the program's own, if it can be computed from them.
+        """Return a loss of `outputs`, for measuring a backward pass: see `own_loss`, if that can be computed.
 
         Else some other scalar of them, whose backward pass takes about as long. None: no output requires a gradient.
         """
@@ -420,7 +420,10 @@ class PendingMicroBatch:
         return sum(parts[1:], parts[0]) if parts else None
 
     def own_loss(self, outputs: Any) -> Tensor | None:
-        """Return the program's own loss; None: it cannot be computed from `outputs`, of another shape or alone."""
+        """Return the program's own loss, or, where it was made in tiles, one of all that these have left (`loss_of_works`).
+
+        None: it cannot be computed from `outputs`, of another shape or alone.
+        """
         used = [
             (node, node.read) for node in self.loss.outputs_used if node.sources[0] is self and node.read is not None
         ]

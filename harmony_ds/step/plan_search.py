@@ -149,12 +149,12 @@ class PlanSearch:
         if self._saved is None:
             fragment_bytes = self._runtime.device.fragment_bytes(costs.working_bytes)
         leaves_some = self._saved is None and fragment_bytes + self._beside.left_free_bytes > 0
+        machine = self._machine()
         if leaves_some:
-            found = self._choose_beside_fragments(graph, costs, group_size, sizes, thorough, fragment_bytes)
+            found = self._choose_beside_fragments(graph, costs, machine, group_size, sizes, thorough, fragment_bytes)
             if found is not None:
                 return found
         request = replace(self.request(graph, group_size, sizes), thorough=thorough)
-        machine = self._machine()
 
         def find() -> tuple[Choice, ...]:
             return self._search(graph, costs, machine, request)
@@ -169,6 +169,7 @@ class PlanSearch:
         self,
         graph: LayerGraph,
         costs: CostTable,
+        machine: Machine,
         group_size: int,
         sizes: Sizes,
         thorough: bool,
@@ -181,7 +182,7 @@ class PlanSearch:
         beside = self._beside
         whole = replace(self.request(graph, group_size, sizes, beside.left_free_bytes), thorough=thorough)
         less = beside_uploads(whole, costs)
-        search_with = partial(self._search, graph, costs, self._machine())
+        search_with = partial(self._search, graph, costs, machine)
 
         def find() -> Fitting:
             if is_replayed(less, costs):
